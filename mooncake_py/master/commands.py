@@ -1,0 +1,245 @@
+"""What can be asked of the catalog, what it answers, and what it wants done.
+
+`Catalog.apply(command, now_ms) -> Applied`. Commands and answers are plain values; per-key data are
+parallel sequences or packed rows (`model.py`). The edges (gRPC, hot lane, simulator, recovery)
+build commands and carry out what comes back:
+
+* `records` are to be made durable, in order. With `durable_first` the reply must wait for that;
+  otherwise it may be sent at once (for a put, the sealed extent on the node is a record too).
+* `effects` go to nodes.
+
+Statuses are codes of `errors.py`, one byte a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mooncake_py.model import ReplicaPolicy
+
+# --- clients ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    tenant: str
+    keys: Sequence[bytes]
+    prefix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    tenant: str
+    keys: Sequence[bytes]
+    prefix: bool = False
+    lease_ms: int = 0  # 0: the default of the settings
+
+
+@dataclass(frozen=True, slots=True)
+class PutStart:
+    tenant: str
+    keys: Sequence[bytes]
+    lengths: Sequence[int]
+    digests: bytes  # 16 a key
+    policy: ReplicaPolicy = ReplicaPolicy()
+    host_id: str = ""  # of the writer
+    groups: Sequence[int] = ()  # per key, equal = one fate; empty: none
+    random: int = 0  # 64 random bits for placement; the catalog draws none itself
+
+
+@dataclass(frozen=True, slots=True)
+class PutEnd:
+    tenant: str
+    keys: Sequence[bytes]
+    generations: Sequence[int]
+    failed: Sequence[tuple[int, int]] = ()  # (key index, segment id) not sealed
+
+
+@dataclass(frozen=True, slots=True)
+class PutRevoke:
+    tenant: str
+    keys: Sequence[bytes]
+    generations: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    tenant: str
+    keys: Sequence[bytes] = ()
+    force: bool = False
+    all: bool = False  # every object of the tenant whose key begins with `prefix`
+    prefix: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class List:
+    tenant: str
+    prefix: bytes = b""
+    after: bytes = b""
+    limit: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    tenant: str
+    keys: Sequence[bytes]
+    generations: Sequence[int]
+    segment_ids: Sequence[int]
+    codes: Sequence[int]
+
+
+# --- nodes and time -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    node: str
+    incarnation: int
+    address: str
+    region: int
+    nbytes: int
+    host_id: str
+    segment_id: int = 0  # 0: a new segment
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    node: str
+    incarnation: int
+    segment_id: int
+    draining: bool = False
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unmount:
+    node: str
+    incarnation: int
+    segment_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: expire grants, leases, TTLs and pins, judge nodes, evict down to the low
+    watermark (at most `evict_max` objects a tick). Sent every `CatalogSettings.tick_ms`."""
+
+    evict_max: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    pass
+
+
+Command = (
+    Exists | Locate | PutStart | PutEnd | PutRevoke | Remove | List | Report
+    | Mount | Heartbeat | Unmount | Tick | Status
+)  # fmt: skip
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The call as a whole cannot be served (unknown node, tenant over its limits, usage)."""
+
+    code: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Statuses:
+    """Answer of PutEnd, PutRevoke, Remove, Report."""
+
+    status: bytes = b""
+    removed: int = 0
+    kept: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    present: bytes  # one byte a key, 1 or 0; with prefix only up to and with the first 0
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    status: bytes
+    segment_ids: Sequence[int]  # the table that rows index
+    placements: bytes  # PLACEMENT_ROW, replicas of a key together
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    status: bytes
+    generations: Sequence[int]  # per key, 0 where status is not 0
+    segment_ids: Sequence[int]
+    rows: Sequence[bytes]  # per entry of segment_ids: EXTENT_ROWs of its grants
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    keys: Sequence[bytes]
+    lengths: Sequence[int]
+    replicas: Sequence[int]
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mounted:
+    segment_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    segment_id: int
+    node: str
+    incarnation: int
+    address: str
+    region: int
+    nbytes: int
+    host_id: str
+    used_bytes: int
+    state: str  # alive, suspect, draining
+
+
+@dataclass(frozen=True, slots=True)
+class StatusInfo:
+    objects: int
+    used_bytes: int
+    capacity_bytes: int
+    segments: Sequence[SegmentInfo]
+    counters: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Answer of Heartbeat, Unmount, Tick."""
+
+
+Reply = (
+    Refused | Statuses | Present | Located | Granted | Listed | Mounted | StatusInfo | Done
+)  # fmt: skip
+
+# --- effects ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Unseal:
+    """Tell the node of this segment to unseal these extents (removed objects must not be adopted
+    again from memory). Lost effects are harmless while the record is durable."""
+
+    segment_id: int
+    rows: bytes  # EXTENT_ROW
+
+
+Effect = Unseal
+
+
+@dataclass(slots=True)
+class Applied:
+    reply: Reply
+    records: list[bytes] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    durable_first: bool = False

@@ -1,0 +1,51 @@
+"""Values that several rooms share: fixed rows, limits, the replica policy. No behaviour.
+
+Rows are little-endian and identical on the wire, in memory of the native core, and here. The numpy
+views of the same layouts are in `wire/rows.py`; the C one in `native/abi/memory.h`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+KEY_MAX_BYTES = 4096  # of UTF-8; bounded so that a batch of keys fits one message
+TENANT_MAX_BYTES = 128
+BATCH_MAX_KEYS = 4096  # a call; clients split larger batches by themselves
+OBJECT_MAX_BYTES = 1 << 40
+
+EXTENT_HEADER_BYTES = 64
+EXTENT_ALIGN_BYTES = 64
+
+# key_index, segment_index, offset, length, generation, expires_ms, digest, reserved
+EXTENT_ROW = struct.Struct("<IIQQQQ16sQ")
+# key_index, segment_index, offset, length, generation
+PLACEMENT_ROW = struct.Struct("<IIQQQ")
+# key_index, reserved, segment_id
+FAILED_ROW = struct.Struct("<IIQ")
+
+
+def extent_bytes(length: int) -> int:
+    """Bytes an object of `length` takes in a segment: header and payload, aligned."""
+    size = EXTENT_HEADER_BYTES + length
+    return -(-size // EXTENT_ALIGN_BYTES) * EXTENT_ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPolicy:
+    """How many replicas, where, and how long they are protected.
+
+    `strict`: fewer than `replica_count` distinct nodes is `OutOfSpace`; otherwise the put goes on
+    with what was found and its result says how many. `preferred_nodes` are tried first, in order.
+    `soft_pin_ms` and `ttl_ms` count from the commit; 0 means none.
+    """
+
+    replica_count: int = 1
+    strict: bool = False
+    preferred_nodes: tuple[str, ...] = ()
+    soft_pin_ms: int = 0
+    hard_pin: bool = False
+    ttl_ms: int = 0

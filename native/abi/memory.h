@@ -1,0 +1,67 @@
+/* Memory, copies, checksums, digests, extents. Bare declarations: read by cffi and by
+ * native/include/mooncake/mooncake.h. Conventions are written at the top of that header.
+ * Everything here is thread-safe as long as two calls do not write the same memory. */
+
+/* ---- segment memory ------------------------------------------------------------------------ */
+
+/* Populated, close-on-exec, sealed-against-shrinking memfd, mapped read-write in this process.
+ * name: visible in /proc/PID/fd, at most 200 bytes. nbytes is rounded up to the page size.
+ * MC_E_OUT_OF_SPACE: too little shared memory or memory left (checked before the first touch, so
+ * that no SIGBUS can follow). Tries huge pages when huge != 0 and falls back silently. */
+int32_t mc_memory_open(const char *name, uint64_t nbytes, int32_t huge, uint64_t *out_address,
+                       uint64_t *out_nbytes, int32_t *out_fd);
+void mc_memory_close(uint64_t address, uint64_t nbytes, int32_t fd);
+
+/* ---- copies and checksums ------------------------------------------------------------------ */
+
+uint32_t mc_crc32c(const void *data, uint64_t nbytes, uint32_t seed);
+/* One pass: copy and crc32c. Non-temporal stores from 256 KiB up. */
+uint32_t mc_copy_crc32c(uint64_t destination, uint64_t source, uint64_t nbytes);
+void mc_copy(uint64_t destination, uint64_t source, uint64_t nbytes);
+
+/* SipHash-2-4-128 of n keys that lie one after the other in `keys`; ends[i] is the end of key i.
+ * secret: 16 bytes. out: 16 bytes a key. */
+void mc_digest(const uint8_t *keys, const uint64_t *ends, uint64_t n, const uint8_t *secret,
+               uint8_t *out);
+
+/* ---- extents (format: design/extent.md) ---------------------------------------------------- */
+
+/* A row names one extent of one segment. 64 bytes, the same row travels in grants. */
+typedef struct mc_extent_row {
+    uint32_t key_index;
+    uint32_t segment_index;
+    uint64_t offset;      /* of the header in the segment, multiple of 64 */
+    uint64_t length;      /* payload bytes; payload starts at offset + 64 */
+    uint64_t generation;
+    uint64_t expires_ms;  /* of the grant, on the master's clock; not looked at here */
+    uint8_t digest[16];
+    uint64_t reserved;
+} mc_extent_row;
+
+/* Node side of a put, first beat: mark headers as being written (unsealed, new generation).
+ * statuses[i]: 0, or MC_E_USAGE (outside the segment, misaligned), or MC_E_LEASE_EXPIRED (the
+ * header there carries this or a younger generation already). */
+int32_t mc_extent_begin(uint64_t base, uint64_t segment_nbytes, const mc_extent_row *rows,
+                        uint64_t n, int32_t *statuses);
+/* Second beat: the payload is in place, with crcs[i]; seal headers of rows whose statuses[i] is 0.
+ * Refuses (MC_E_LEASE_EXPIRED in statuses[i]) a header that is not the one begun. */
+int32_t mc_extent_seal(uint64_t base, uint64_t segment_nbytes, const mc_extent_row *rows,
+                       uint64_t n, const uint32_t *crcs, int32_t *statuses);
+/* Unseal: after this no reader accepts the extent. Only if the header still has the row's
+ * generation. */
+int32_t mc_extent_unseal(uint64_t base, uint64_t segment_nbytes, const mc_extent_row *rows,
+                         uint64_t n, int32_t *statuses);
+/* Same-host read from a mapped segment: validate header, copy payload with crc32c into
+ * destinations[i] (capacity capacities[i]), validate header again, compare crc. Nothing of a
+ * mismatching object is reported as good (its destination may hold partial bytes).
+ * statuses[i]: 0; MC_E_LEASE_EXPIRED (another generation or unsealed there); MC_E_CHECKSUM;
+ * MC_E_USAGE (capacity below length, checked before any byte is written; outside the segment).
+ * Rows whose statuses[i] is non-zero on entry are left out. */
+int32_t mc_extent_read(uint64_t base, uint64_t segment_nbytes, const mc_extent_row *rows,
+                       uint64_t n, const uint64_t *destinations, const uint64_t *capacities,
+                       int32_t *statuses);
+/* Judge reads that went through a transport: 64-byte header images fetched before and after the
+ * payload, and the crc of what arrived. Same statuses as mc_extent_read. */
+int32_t mc_extent_verify(const uint8_t *headers_before, const uint8_t *headers_after,
+                         const mc_extent_row *rows, uint64_t n, const uint32_t *crcs,
+                         int32_t *statuses);
