@@ -196,5 +196,5 @@ def error_of(code: int, cause: str, **context: object) -> MooncakeError:
     """The error for a wire code (or a negated native status). Unknown codes are InternalError."""
     cls = BY_CODE.get(abs(code))
     if cls is None:
-        return InternalError(f"unknown status code {code}: {cause}", **context)
-    return cls(cause, **context)
+        return InternalError(f"unknown status code {code}: {cause}", remedy=None, **context)
+    return cls(cause, remedy=None, **context)
