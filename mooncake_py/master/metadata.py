@@ -1,0 +1,59 @@
+"""Where the master's memory outlives the master: the interface, and what every store promises.
+
+A store holds a cluster's identity, the number of the current term, the newest snapshot of the
+catalog, and the records that came after it. Rules that the conformance battery holds every
+implementation to:
+
+* `append` is all or nothing and durable when it returns; records come back in the order in which
+  they were appended.
+* `load` begins a term: its number is greater than that of every earlier `load`, and durable
+  before it is returned. While one process has a store loaded, no other can.
+* After `write_snapshot(snapshot, sequence)` a load gives that snapshot and the records above
+  `sequence` only. A store keeps the snapshot before as well and falls back to it when the newest
+  one is damaged.
+* A damaged record is left out and counted, and the ones after it are still given: the nodes'
+  extents say whether an object exists, so one lost record is one object, not the catalog.
+* Every failure is `MasterUnavailable` with the store's words in it; nothing is half done then.
+
+A store is used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a store held when it was loaded.
+
+    `secret`: 32 bytes, made once in a cluster's life; grants and digests derive theirs from it.
+    `sequence`: of the last record. `corrupt`: records and snapshots that were left out.
+    """
+
+    cluster_id: str
+    secret: bytes
+    term: int
+    snapshot: bytes | None = None
+    records: list[bytes] = field(default_factory=list)
+    sequence: int = 0
+    corrupt: int = 0
+
+
+class MetadataStore(Protocol):
+    def load(self) -> Loaded:
+        """Begin a term. Called once, before anything else."""
+
+    def append(self, records: Sequence[bytes]) -> int:
+        """Make records durable, together. Returns the sequence number of the last one."""
+
+    def write_snapshot(self, snapshot: bytes, sequence: int) -> None:
+        """Replace what came before by a snapshot that contains all records up to `sequence`."""
+
+    def describe(self) -> str:
+        """Where it is, without blanks, for the line a person reads at start."""
+
+    def close(self) -> None:
+        """Give the store free for the next process. Harmless twice."""
