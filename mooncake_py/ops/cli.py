@@ -1,0 +1,215 @@
+"""`mooncake`: look into a cluster, put and get by hand, replay requests.
+
+Exit codes: 0 success, 1 failure, 2 wrong usage, 3 no such object, 130 interrupted. With --json the
+answer is one JSON value on standard output; errors are one line on standard error either way.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
+from mooncake_py.ops.replay import ReplayOptions, replay
+from mooncake_py.ops.report import as_dict, render
+from mooncake_py.ops.sizes import size, size_text
+from mooncake_py.ops.status import cluster_status
+from mooncake_py.store.client import StoreClient
+
+EXIT_FAILURE, EXIT_USAGE, EXIT_ABSENT, EXIT_INTERRUPTED = 1, 2, 3, 130
+TRANSPORTS = {"shm": ("shm",), "tcp": ("tcp",), "both": ("shm", "tcp")}
+
+
+master_option = click.option(
+    "--master", default="127.0.0.1:50051", show_default=True, help="host:port of mooncake-master"
+)
+timeout_option = click.option(
+    "--timeout-ms", default=10_000, show_default=True, type=click.IntRange(1), help="of each call"
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="answer in JSON")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Tools for a mooncake_py cluster."""
+
+
+@cli.command()
+@click.argument("key")
+@click.argument("source", type=click.File("rb"), default="-")
+@master_option
+@timeout_option
+@json_option
+def put(key: str, source: IO[bytes], master: str, timeout_ms: int, as_json: bool) -> None:
+    """Store SOURCE (a file; default: standard input) under KEY."""
+    value = source.read()
+    with StoreClient(master, timeout_ms=timeout_ms) as store:
+        store.put(key, value)
+    answer(as_json, {"key": key, "nbytes": len(value)}, f"{key}: {size_text(len(value))}")
+
+
+@cli.command()
+@click.argument("key")
+@click.option("--output", "-o", type=click.File("wb"), default="-", help="default: standard output")
+@master_option
+@timeout_option
+def get(key: str, output: IO[bytes], master: str, timeout_ms: int) -> None:
+    """Write the object under KEY to standard output or a file."""
+    with StoreClient(master, timeout_ms=timeout_ms) as store:
+        value = store.get(key)
+    assert isinstance(value, bytes)
+    output.write(value)
+
+
+@cli.command()
+@click.argument("keys", nargs=-1, required=True)
+@master_option
+@timeout_option
+@json_option
+def exists(keys: tuple[str, ...], master: str, timeout_ms: int, as_json: bool) -> None:
+    """Say which KEYS hold an object; exit code 3 unless all do."""
+    with StoreClient(master, timeout_ms=timeout_ms) as store:
+        present = store.exists(list(keys))
+    assert isinstance(present, list)
+    words = [
+        f"{key}: {'present' if there else 'absent'}"
+        for key, there in zip(keys, present, strict=True)
+    ]
+    answer(as_json, dict(zip(keys, present, strict=True)), *words)
+    if not all(present):
+        sys.exit(EXIT_ABSENT)
+
+
+@cli.command()
+@click.argument("keys", nargs=-1, required=True)
+@click.option("--force", is_flag=True, help="also objects that are leased or pinned")
+@master_option
+@timeout_option
+@json_option
+def rm(keys: tuple[str, ...], force: bool, master: str, timeout_ms: int, as_json: bool) -> None:
+    """Remove the objects under KEYS; absent ones are fine. Exit code 1 when one is kept."""
+    with StoreClient(master, timeout_ms=timeout_ms) as store:
+        outcomes = store.remove(list(keys), force=force)
+    assert isinstance(outcomes, list)
+    kept = {key: str(o) for key, o in zip(keys, outcomes, strict=True) if o is not None}
+    gone = len(keys) - len(kept)
+    words = [f"{gone} gone", *(f"kept: {why}" for why in kept.values())]
+    answer(as_json, {"gone": gone, "kept": kept}, *words)
+    if kept:
+        sys.exit(EXIT_FAILURE)
+
+
+@cli.command()
+@click.argument("prefix", default="")
+@master_option
+@timeout_option
+@json_option
+def ls(prefix: str, master: str, timeout_ms: int, as_json: bool) -> None:
+    """List the objects whose key begins with PREFIX (with --json: one JSON object a line)."""
+    with StoreClient(master, timeout_ms=timeout_ms) as store:
+        for found in store.list(prefix):
+            row = {"key": found.key, "nbytes": found.nbytes, "replicas": found.replicas}
+            answer(as_json, row, f"{found.nbytes:>14,}  {found.replicas}  {found.key}")
+
+
+@cli.command()
+@master_option
+@timeout_option
+@json_option
+def status(master: str, timeout_ms: int, as_json: bool) -> None:
+    """Show nodes, space and counters."""
+    found = cluster_status(master, timeout_ms)
+    answer(as_json, found.as_dict(), *found.lines())
+
+
+def answer(as_json: bool, value: object, *lines: str) -> None:
+    if as_json:
+        click.echo(json.dumps(value))
+    else:
+        click.echo("\n".join(lines))
+
+
+@cli.group()
+def bench() -> None:
+    """Put load on a cluster and measure."""
+
+
+@bench.command("replay")
+@click.option("--trace", type=click.Path(path_type=Path), help="JSON lines; default: a made trace")
+@click.option("--requests", default=2000, show_default=True, help="replay at most so many")
+@click.option("--page-bytes", type=size, default="256KiB", show_default=True)
+@click.option("--capacity", type=size, default="1GiB", show_default=True, help="of all nodes")
+@click.option("--nodes", default=2, show_default=True)
+@click.option("--transports", type=click.Choice(tuple(TRANSPORTS)), default="both")
+@click.option("--json", "json_file", type=click.File("w"), help="also write the figures here")
+def bench_replay(json_file: IO[str] | None, transports: str, **options: Any) -> None:
+    """Replay requests over a small cluster of real processes, verify every byte, and compare the
+    hit rate with ideal caches.
+
+    The cluster (a master, nodes, a writer and a reader) lives for this command only.
+    """
+    chosen = ReplayOptions(
+        trace=options["trace"],
+        requests_max=options["requests"],
+        page_bytes=options["page_bytes"],
+        capacity_bytes=options["capacity"],
+        node_count=options["nodes"],
+        transports=TRANSPORTS[transports],
+    )
+    with _bars() as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(process: str, done: int, total: int) -> None:
+            if process not in tasks:
+                tasks[process] = bars.add_task(process, total=total)
+            bars.update(tasks[process], completed=done)
+
+        report = replay(chosen, progress)
+    Console().print(render(report))
+    if json_file is not None:
+        json.dump(as_dict(report), json_file, indent=2)
+        json_file.write("\n")
+    if report.problems():
+        sys.exit(EXIT_FAILURE)
+
+
+def _bars() -> Progress:
+    return Progress(
+        TextColumn("{task.description:>8}"),
+        BarColumn(bar_width=40),
+        TextColumn("{task.completed:,} of {task.total:,} requests"),
+        TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+    )
+
+
+def _terminated(_signal: int, _frame: object) -> None:
+    """SIGTERM unwinds like Ctrl-C does, so that what a command started is stopped."""
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(EXIT_USAGE)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("mooncake: interrupted", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except MooncakeError as error:
+        click.echo(f"mooncake: {error}", err=True)
+        absent, usage = isinstance(error, ObjectNotFound), isinstance(error, UsageError)
+        sys.exit(EXIT_ABSENT if absent else EXIT_USAGE if usage else EXIT_FAILURE)
+
+
+if __name__ == "__main__":
+    main()

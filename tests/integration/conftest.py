@@ -1,0 +1,27 @@
+"""Real processes for the tests of this folder: `cluster` is a master and two nodes.
+
+A test that kills or stops one of them takes `fresh_cluster`, others share one a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake_py.ops.cluster import Cluster, ClusterOptions
+
+SEGMENT_BYTES = 64 << 20
+OPTIONS = ClusterOptions(node_count=2, segment_bytes=SEGMENT_BYTES)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(OPTIONS) as running:
+        yield running
+
+
+@pytest.fixture
+def fresh_cluster() -> Iterator[Cluster]:
+    with Cluster(OPTIONS) as running:
+        yield running
