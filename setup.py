@@ -23,9 +23,18 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-FLAGS = (
-    "-std=c++20 -O3 -g1 -fPIC -pthread -fvisibility=hidden -Wall -Wextra -Wshadow -Werror"
-).split()
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-g1",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+    "-Werror",
+]
 INCLUDES = [f"-I{ROOT / 'native'}", f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}"]
 JOBS = 2  # a build beside other work should not take the whole machine
 

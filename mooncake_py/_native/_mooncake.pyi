@@ -1,6 +1,4 @@
 from typing import Any
 
-from _cffi_backend import FFI
-
-ffi: FFI
+ffi: Any  # what it makes is C data: its types are those of the declarations, not Python's
 lib: Any  # the functions and constants of native/abi/*.h

@@ -34,7 +34,9 @@ def abi_headers() -> list[Path]:
     """The declarations to bind, in the order in which they build on one another."""
     defined = {source.relative_to(NATIVE / "src").parts[0] for source in sources()}
     return [
-        NATIVE / "abi" / name for name, folder in _ABI.items() if folder is None or folder in defined
+        NATIVE / "abi" / name
+        for name, folder in _ABI.items()
+        if folder is None or folder in defined
     ]
 
 

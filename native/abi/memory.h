@@ -4,11 +4,14 @@
 
 /* ---- segment memory ------------------------------------------------------------------------ */
 
-/* Populated, close-on-exec, sealed-against-shrinking memfd, mapped read-write in this process.
+/* Populated, close-on-exec memfd whose size cannot change, mapped read-write in this process.
  * name: visible in /proc/PID/fd, at most 200 bytes. nbytes is rounded up to the page size.
- * MC_E_OUT_OF_SPACE: too little shared memory or memory left (checked before the first touch, so
- * that no SIGBUS can follow). Tries huge pages when huge != 0 and falls back silently. */
-int32_t mc_memory_open(const char *name, uint64_t nbytes, int32_t huge, uint64_t *out_address,
+ * flags: MC_MEMORY_HUGE tries huge pages and falls back silently; MC_MEMORY_SOLE_WRITER: nobody
+ * can map the file for writing after this call, whoever gets the descriptor (a peer's
+ * MC_ACCESS_REMOTE_WRITE over shared memory is then impossible).
+ * MC_E_OUT_OF_SPACE: too little memory left on this machine or in its control groups (checked
+ * before the first touch, so that no SIGBUS can follow). */
+int32_t mc_memory_open(const char *name, uint64_t nbytes, uint32_t flags, uint64_t *out_address,
                        uint64_t *out_nbytes, int32_t *out_fd);
 void mc_memory_close(uint64_t address, uint64_t nbytes, int32_t fd);
 
@@ -24,7 +27,10 @@ void mc_copy(uint64_t destination, uint64_t source, uint64_t nbytes);
 void mc_digest(const uint8_t *keys, const uint64_t *ends, uint64_t n, const uint8_t *secret,
                uint8_t *out);
 
-/* ---- extents (format: design/extent.md) ---------------------------------------------------- */
+/* ---- extents (format: design/extent.md) ----------------------------------------------------
+ * All calls take rows and a status for each; rows whose statuses[i] is non-zero on entry are left
+ * out. They return MC_E_USAGE, and have done nothing, when the call itself is wrong (null array,
+ * base not a multiple of 64), else 0, whatever became of the rows. */
 
 /* A row names one extent of one segment. 64 bytes, the same row travels in grants. */
 typedef struct mc_extent_row {
@@ -34,29 +40,30 @@ typedef struct mc_extent_row {
     uint64_t length;      /* payload bytes; payload starts at offset + 64 */
     uint64_t generation;
     uint64_t expires_ms;  /* of the grant, on the master's clock; not looked at here */
-    uint8_t digest[16];
+    uint8_t digest[16];   /* reading: all zeros accepts any */
     uint64_t reserved;
 } mc_extent_row;
 
 /* Node side of a put, first beat: mark headers as being written (unsealed, new generation).
- * statuses[i]: 0, or MC_E_USAGE (outside the segment, misaligned), or MC_E_LEASE_EXPIRED (the
- * header there carries this or a younger generation already). */
+ * statuses[i]: 0, or MC_E_USAGE (outside the segment, misaligned, generation 0), or
+ * MC_E_LEASE_EXPIRED (the header there carries this or a younger generation already). Looks at
+ * this offset only: that no live extent overlaps is for the caller's table to know. */
 int32_t mc_extent_begin(uint64_t base, uint64_t segment_nbytes, const mc_extent_row *rows,
                         uint64_t n, int32_t *statuses);
-/* Second beat: the payload is in place, with crcs[i]; seal headers of rows whose statuses[i] is 0.
- * Refuses (MC_E_LEASE_EXPIRED in statuses[i]) a header that is not the one begun. */
+/* Second beat: the payload is in place, with crcs[i]; seal the headers. The stores
+ * of this thread, streaming ones too, are visible to a reader before the seal is. Refuses
+ * (MC_E_LEASE_EXPIRED in statuses[i]) a header that is not the one begun, or unsealed since. */
 int32_t mc_extent_seal(uint64_t base, uint64_t segment_nbytes, const mc_extent_row *rows,
                        uint64_t n, const uint32_t *crcs, int32_t *statuses);
-/* Unseal: after this no reader accepts the extent. Only if the header still has the row's
- * generation. */
+/* Unseal, or end a put that was begun: after this no reader accepts the extent and no seal
+ * succeeds. Only if the header still has the row's generation. Doing it twice is fine. */
 int32_t mc_extent_unseal(uint64_t base, uint64_t segment_nbytes, const mc_extent_row *rows,
                          uint64_t n, int32_t *statuses);
 /* Same-host read from a mapped segment: validate header, copy payload with crc32c into
  * destinations[i] (capacity capacities[i]), validate header again, compare crc. Nothing of a
  * mismatching object is reported as good (its destination may hold partial bytes).
  * statuses[i]: 0; MC_E_LEASE_EXPIRED (another generation or unsealed there); MC_E_CHECKSUM;
- * MC_E_USAGE (capacity below length, checked before any byte is written; outside the segment).
- * Rows whose statuses[i] is non-zero on entry are left out. */
+ * MC_E_USAGE (capacity below length, checked before any byte is written; outside the segment). */
 int32_t mc_extent_read(uint64_t base, uint64_t segment_nbytes, const mc_extent_row *rows,
                        uint64_t n, const uint64_t *destinations, const uint64_t *capacities,
                        int32_t *statuses);

@@ -1,0 +1,36 @@
+"""The fixed rows of the protocol as numpy dtypes: what `model.py` packs one by one, many at a time.
+
+The layouts are those of `model.EXTENT_ROW`, `PLACEMENT_ROW` and `FAILED_ROW`, and EXTENT is the C
+`mc_extent_row`: little-endian, no padding. `np.frombuffer(payload, EXTENT)` reads a payload without
+a copy; `rows.tobytes()` writes one. Digests are opaque (`V16`): a bytes type would lose zeros at
+the end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+EXTENT = np.dtype(
+    [
+        ("key_index", "<u4"),
+        ("segment_index", "<u4"),
+        ("offset", "<u8"),
+        ("length", "<u8"),
+        ("generation", "<u8"),
+        ("expires_ms", "<u8"),
+        ("digest", "V16"),
+        ("reserved", "<u8"),
+    ]
+)
+
+PLACEMENT = np.dtype(
+    [
+        ("key_index", "<u4"),
+        ("segment_index", "<u4"),
+        ("offset", "<u8"),
+        ("length", "<u8"),
+        ("generation", "<u8"),
+    ]
+)
+
+FAILED = np.dtype([("key_index", "<u4"), ("reserved", "<u4"), ("segment_id", "<u8")])

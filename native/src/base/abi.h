@@ -1,0 +1,10 @@
+// The bare declarations of native/abi as C++ sees them.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+#include "abi/constants.h"
+#include "abi/engine.h"
+#include "abi/memory.h"
+}

@@ -1,0 +1,35 @@
+// Arithmetic modulo the polynomial of crc32c, at compile time. Reflected: bit 31 is x^0.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace mc::memory {
+
+constexpr uint32_t times_x(uint32_t r) { return (r >> 1) ^ ((r & 1) != 0 ? 0x82f63b78u : 0); }
+
+// x^n modulo the polynomial.
+consteval uint32_t x_power(unsigned n) {
+  uint32_t r = 0x80000000u;
+  for (unsigned i = 0; i < n; i++) r = times_x(r);
+  return r;
+}
+
+// [t][b]: byte b followed by t zero bytes.
+constexpr std::array<std::array<uint32_t, 256>, 8> byte_tables() {
+  std::array<std::array<uint32_t, 256>, 8> tables{};
+  for (uint32_t b = 0; b < 256; b++) {
+    uint32_t r = b;
+    for (int i = 0; i < 8; i++) r = times_x(r);
+    tables[0][b] = r;
+  }
+  for (size_t t = 1; t < 8; t++)
+    for (uint32_t b = 0; b < 256; b++) {
+      const uint32_t r = tables[t - 1][b];
+      tables[t][b] = (r >> 8) ^ tables[0][r & 255];
+    }
+  return tables;
+}
+
+}  // namespace mc::memory
