@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
+from mooncake_py.ops.doctor import examine
 from mooncake_py.ops.replay import ReplayOptions, replay
 from mooncake_py.ops.report import as_dict, render
 from mooncake_py.ops.sizes import size, size_text
@@ -127,6 +128,16 @@ def status(master: str, timeout_ms: int, as_json: bool) -> None:
     """Show nodes, space and counters."""
     found = cluster_status(master, timeout_ms)
     answer(as_json, found.as_dict(), *found.lines())
+
+
+@cli.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Say what this machine has and lacks; exit code 1 when a required part is missing."""
+    findings = examine()
+    answer(as_json, [f.as_dict() for f in findings], *(f.line() for f in findings))
+    if any(f.required and not f.ok for f in findings):
+        sys.exit(EXIT_FAILURE)
 
 
 def answer(as_json: bool, value: object, *lines: str) -> None:
