@@ -42,7 +42,7 @@ class PutStart:
     keys: Sequence[bytes]
     lengths: Sequence[int]
     digests: bytes  # 16 a key
-    policy: ReplicaPolicy = ReplicaPolicy()
+    policy: ReplicaPolicy = field(default_factory=ReplicaPolicy)
     host_id: str = ""  # of the writer
     groups: Sequence[int] = ()  # per key, equal = one fate; empty: none
     random: int = 0  # 64 random bits for placement; the catalog draws none itself

@@ -1,0 +1,158 @@
+"""The catalog: what is stored where, decided in one place.
+
+`apply(command, now_ms) -> Applied` is the whole interface. It reads no clock, draws no random
+number, does no I/O and never blocks; the same calls in the same order always decide the same, in
+the leader, in a standby, after recovery and in the simulator. One thread calls it.
+
+    commands.py    what can be asked and what is answered
+    puts.py reads.py removal.py nodes.py   the verbs
+    state.py       the state and the only steps that end an attempt
+    lifecycle.py   the table those steps obey
+    objects.py tenant.py membership.py allocator.py eviction.py lease.py placement.py   the parts
+    records.py replay.py   durable form and back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mooncake_py.master import nodes, puts, reads, removal, replay
+from mooncake_py.master.commands import (
+    Applied,
+    Command,
+    Done,
+    Exists,
+    Heartbeat,
+    List,
+    Locate,
+    Mount,
+    PutEnd,
+    PutRevoke,
+    PutStart,
+    Remove,
+    Report,
+    SegmentInfo,
+    Status,
+    StatusInfo,
+    Tick,
+    Unmount,
+)
+from mooncake_py.master.membership import GONE, Segment
+from mooncake_py.master.replay import RestoreReport
+from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.state import CatalogState, Work
+from mooncake_py.model import EXTENT_ALIGN_BYTES
+
+_HOUSEKEEPING_MS = 10_000
+
+
+def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
+    """Everything that time does."""
+    work = Work()
+    state.expire_grants(work, now_ms)
+    state.free_rested(now_ms)
+    state.end_ttls(work, now_ms)
+    nodes.judge(state, work, now_ms)
+    nodes.reclaim(state, work, now_ms)
+    _evict_to_watermark(state, work, command.evict_max, now_ms)
+    if now_ms >= state.housekeeping_ms:
+        state.housekeeping_ms = now_ms + _HOUSEKEEPING_MS
+        state.tenants.forget_empty()
+    if state.doubts:
+        state.doubts = {which: until for which, until in state.doubts.items() if until > now_ms}
+    return work.done(Done(), now_ms)
+
+
+def _evict_to_watermark(state: CatalogState, work: Work, count_max: int, now_ms: int) -> None:
+    segments = state.members.placeable
+    capacity = sum(each.allocator.units for each in segments)
+    used = sum(each.used_units for each in segments)
+    if used > capacity * state.settings.evict_high_ratio:
+        state.evicting = True
+    surplus = used - int(capacity * state.settings.evict_low_ratio)
+    if state.evicting and surplus > 0:
+        surplus -= state.evict(work, surplus, now_ms, count_max)
+    if surplus <= 0:
+        state.evicting = False
+
+
+def _status(state: CatalogState, command: Status, now_ms: int) -> Applied:
+    present = [each for each in state.members if each.state != GONE]
+    counters: dict[str, float] = dict(state.counters)
+    counters["tenants"] = len(state.tenants)
+    counters["grants_running"] = sum(len(each.writing) for each in state.tenants)
+    counters["resting_bytes"] = EXTENT_ALIGN_BYTES * sum(each.resting_units for each in present)
+    counters["hard_pinned_bytes"] = EXTENT_ALIGN_BYTES * state.hard_pinned_units
+    for segment in present:
+        counters[f"largest_hole_bytes.{segment.segment_id}"] = (
+            EXTENT_ALIGN_BYTES * segment.allocator.largest
+        )
+    info = StatusInfo(
+        objects=len(state.table),
+        used_bytes=EXTENT_ALIGN_BYTES * sum(each.used_units for each in present),
+        capacity_bytes=EXTENT_ALIGN_BYTES * sum(each.allocator.units for each in present),
+        segments=[_segment_info(each) for each in present],
+        counters=counters,
+    )
+    return Applied(info)
+
+
+def _segment_info(segment: Segment) -> SegmentInfo:
+    return SegmentInfo(
+        segment_id=segment.segment_id,
+        node=segment.node,
+        incarnation=segment.incarnation,
+        address=segment.address,
+        region=segment.region,
+        nbytes=segment.nbytes,
+        host_id=segment.host_id,
+        used_bytes=segment.used_units * EXTENT_ALIGN_BYTES,
+        state=segment.state,
+    )
+
+
+_VERBS: dict[type, Callable[[CatalogState, Any, int], Applied]] = {
+    Exists: reads.exists,
+    Locate: reads.locate,
+    List: reads.list_keys,
+    Report: reads.report,
+    PutStart: puts.put_start,
+    PutEnd: puts.put_end,
+    PutRevoke: puts.put_revoke,
+    Remove: removal.remove,
+    Mount: nodes.mount,
+    Heartbeat: nodes.heartbeat,
+    Unmount: nodes.unmount,
+    Tick: _tick,
+    Status: _status,
+}
+
+
+class Catalog:
+    """The master's state. Not thread-safe: one owner thread."""
+
+    def __init__(self, settings: CatalogSettings | None = None) -> None:
+        """Raises UsageError when settings contradict each other."""
+        self.settings = settings or CatalogSettings()
+        self.state = CatalogState(self.settings)
+
+    def apply(self, command: Command, now_ms: int) -> Applied:
+        """Decide. `now_ms` must not be smaller than in any call before."""
+        return _VERBS[type(command)](self.state, command, now_ms)
+
+    def segment(self, segment_id: int) -> SegmentInfo | None:
+        """What replies need to know about a segment they name; None once it is gone."""
+        segment = self.state.members.by_id.get(segment_id)
+        return None if segment is None else _segment_info(segment)
+
+    def snapshot(self, now_ms: int = 0) -> bytes:
+        """The whole state (without leases) in the shortest form that `restore` reads."""
+        return replay.snapshot(self.state, now_ms)
+
+    def restore(
+        self, snapshot: bytes | None, records: Iterable[bytes], now_ms: int
+    ) -> RestoreReport:
+        """Replace the state by what these records say. What is damaged is counted and left out."""
+        self.state = CatalogState(self.settings)
+        return replay.restore(self.state, snapshot, records, now_ms)

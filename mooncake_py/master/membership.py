@@ -1,0 +1,178 @@
+"""Nodes and their segments: who is here, who may be used, who is forgotten.
+
+A segment is *readable* when Locate may name it, *placeable* when new extents may go there:
+
+| state | readable | placeable | leaves by |
+|---|---|---|---|
+| alive | yes | yes | silence of `suspect_ms`, or a report after a missed heartbeat -> suspect |
+| draining | yes | no | the node says so in its heartbeats |
+| returning | yes | no | after a restart of the master, until the node mounts again -> alive |
+| suspect | no | no | heartbeat -> alive; silence of `dead_ms` -> gone |
+| gone | no | no | its objects are forgotten in small steps, then the entry |
+
+A node comes back under its name with a new incarnation when it was restarted: its former segments
+are gone at once. While the former incarnation still heartbeats, the name is taken and the mount is
+refused; unless it comes from the same address, which two live processes cannot share.
+
+After a restart of the master a node must mount again before anything is placed on it, because
+grants that the former master gave out but did not record may still be running there; the node ends
+them before it mounts. Its heartbeat is answered "unknown" until then. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mooncake_py.master.allocator import UNIT_BYTES, Allocator
+from mooncake_py.master.commands import Mount
+from mooncake_py.master.settings import CatalogSettings
+
+ALIVE = "alive"
+DRAINING = "draining"
+RETURNING = "returning"
+SUSPECT = "suspect"
+GONE = "gone"
+
+_READABLE = (ALIVE, DRAINING, RETURNING)
+
+
+class Segment:
+    """What the master knows of a segment."""
+
+    __slots__ = (
+        "address",
+        "allocator",
+        "host_id",
+        "incarnation",
+        "index",
+        "nbytes",
+        "node",
+        "region",
+        "resting_units",
+        "seen_ms",
+        "segment_id",
+        "state",
+        "used_units",
+    )
+
+    def __init__(self, segment_id: int, index: int, mount: Mount, now_ms: int) -> None:
+        self.segment_id = segment_id
+        self.index = index  # in places of the object table
+        self.node = mount.node
+        self.incarnation = mount.incarnation
+        self.address = mount.address
+        self.region = mount.region
+        self.nbytes = mount.nbytes
+        self.host_id = mount.host_id
+        self.allocator = Allocator(mount.nbytes // UNIT_BYTES)
+        self.state = ALIVE
+        self.seen_ms = now_ms
+        self.used_units = 0
+        self.resting_units = 0
+
+    @property
+    def readable(self) -> bool:
+        return self.state in _READABLE
+
+
+class Membership:
+    """All segments. `impaired` holds the indices of those that are not readable; `placeable`
+    those that new extents may go to. `version` changes whenever either does."""
+
+    def __init__(self, settings: CatalogSettings) -> None:
+        self._settings = settings
+        self.by_id: dict[int, Segment] = {}
+        self.by_index: list[Segment | None] = []
+        self.impaired: set[int] = set()
+        self.placeable: list[Segment] = []
+        self.next_segment_id = 1
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self.by_id.values())
+
+    def of_node(self, node: str) -> list[Segment]:
+        return [each for each in self.by_id.values() if each.node == node and each.state != GONE]
+
+    def at(self, index: int) -> Segment:
+        segment = self.by_index[index]
+        assert segment is not None
+        return segment
+
+    def known(self, node: str, incarnation: int, segment_id: int) -> Segment | None:
+        segment = self.by_id.get(segment_id)
+        if segment is None or segment.node != node or segment.incarnation != incarnation:
+            return None
+        return None if segment.state == GONE else segment
+
+    def conflict(self, mount: Mount, now_ms: int) -> str:
+        """Why this node cannot mount, or ""."""
+        for other in self.of_node(mount.node):
+            silent_ms = now_ms - other.seen_ms
+            if (
+                other.incarnation != mount.incarnation
+                and other.address != mount.address
+                and other.state in (ALIVE, DRAINING)
+                and silent_ms < self._settings.suspect_ms
+            ):
+                return (
+                    f"a node named {mount.node!r} lives at {other.address} (last heartbeat "
+                    f"{silent_ms} ms ago); choose another name, or stop it first"
+                )
+        return ""
+
+    def find_mounted(self, mount: Mount) -> Segment | None:
+        """The segment this very incarnation mounted before: by its id, else by its region."""
+        own = [
+            each
+            for each in self.of_node(mount.node)
+            if each.incarnation == mount.incarnation and each.nbytes == mount.nbytes
+        ]
+        for segment in own:
+            if segment.segment_id == mount.segment_id:
+                return segment
+        if mount.segment_id == 0:
+            for segment in own:
+                if segment.region == mount.region and segment.address == mount.address:
+                    return segment
+        return None
+
+    def add(self, mount: Mount, segment_id: int, now_ms: int) -> Segment:
+        if None in self.by_index:
+            index = self.by_index.index(None)
+        else:
+            index = len(self.by_index)
+            self.by_index.append(None)
+        segment = Segment(segment_id, index, mount, now_ms)
+        self.by_id[segment_id] = segment
+        self.by_index[index] = segment
+        self.next_segment_id = max(self.next_segment_id, segment_id + 1)
+        self.refresh()
+        return segment
+
+    def set_state(self, segment: Segment, state: str) -> None:
+        if segment.state != state:
+            segment.state = state
+            self.refresh()
+
+    def forget(self, segment: Segment) -> None:
+        """Drop the entry; nothing may refer to its index any more."""
+        del self.by_id[segment.segment_id]
+        self.by_index[segment.index] = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.impaired = {each.index for each in self.by_id.values() if not each.readable}
+        self.placeable = [each for each in self.by_id.values() if each.state == ALIVE]
+
+    def silent(self, now_ms: int) -> tuple[list[Segment], list[Segment]]:
+        """Segments that are to become (suspect, gone) for their silence."""
+        suspects, dead = [], []
+        for segment in self.by_id.values():
+            silent_ms = now_ms - segment.seen_ms
+            if segment.state == GONE:
+                continue
+            if silent_ms >= self._settings.dead_ms:
+                dead.append(segment)
+            elif silent_ms >= self._settings.suspect_ms and segment.state != SUSPECT:
+                suspects.append(segment)
+        return suspects, dead

@@ -1,0 +1,90 @@
+"""Placement: which segments the replicas of one put start go to.
+
+Order of preference: the nodes the caller prefers, in its order; then segments on the writer's own
+host (a put is then a memory copy); then the rest. Within a tier two segments are drawn and the one
+with the larger share of free space is taken, which fills segments of different sizes in
+proportion. Replicas of one object are on distinct nodes, and on distinct hosts as long as there
+are any. Random numbers come from the command, so the same command always decides the same. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mooncake_py.master.membership import Segment
+from mooncake_py.master.objects import PLACE_BITS
+from mooncake_py.model import ReplicaPolicy
+
+_MASK64 = (1 << 64) - 1
+_MULTIPLIER = 6364136223846793005  # Knuth's MMIX generator
+_INCREMENT = 1442695040888963407
+
+
+class Placer:
+    """Finds extents for the keys of one put start."""
+
+    __slots__ = ("_random", "_tiers")
+
+    def __init__(
+        self, segments: Sequence[Segment], policy: ReplicaPolicy, host_id: str, random: int
+    ) -> None:
+        self._random = (random ^ _INCREMENT) & _MASK64
+        left = list(segments)
+        tiers: list[list[Segment]] = []
+        for node in policy.preferred_nodes:
+            tiers.append([each for each in left if each.node == node])
+            left = [each for each in left if each.node != node]
+        if host_id:
+            tiers.append([each for each in left if each.host_id == host_id])
+            left = [each for each in left if each.host_id != host_id]
+        tiers.append(left)
+        self._tiers = [tier for tier in tiers if tier]
+
+    def one(self, units: int) -> int:
+        """A place for `units` on any segment, now taken; or -1."""
+        for tier in self._tiers:
+            segment = tier[0] if len(tier) == 1 else self._draw(tier)
+            start = segment.allocator.take(units)
+            if start >= 0:
+                segment.used_units += units
+                return segment.index << PLACE_BITS | start
+            if len(tier) > 1:
+                place = self._take(units, [each for each in tier if each is not segment])
+                if place >= 0:
+                    return place
+        return -1
+
+    def another(self, units: int, chosen: Sequence[Segment]) -> int:
+        """A place on a node (if possible a host) other than those of `chosen`; or -1."""
+        nodes = {each.node for each in chosen}
+        hosts = {each.host_id for each in chosen if each.host_id}
+        for same_host in (False, True):
+            for tier in self._tiers:
+                fit = [
+                    each
+                    for each in tier
+                    if each.node not in nodes and (each.host_id in hosts) == same_host
+                ]
+                place = self._take(units, fit)
+                if place >= 0:
+                    return place
+        return -1
+
+    def _take(self, units: int, segments: list[Segment]) -> int:
+        while segments:
+            segment = self._draw(segments)
+            start = segment.allocator.take(units)
+            if start >= 0:
+                segment.used_units += units
+                return segment.index << PLACE_BITS | start
+            segments = [each for each in segments if each is not segment]
+        return -1
+
+    def _draw(self, segments: list[Segment]) -> Segment:
+        """Of two random ones the one with the larger free share."""
+        self._random = number = (self._random * _MULTIPLIER + _INCREMENT) & _MASK64
+        count = len(segments)
+        one = segments[(number >> 33) % count]
+        other = segments[(number >> 48) % count]
+        a, b = one.allocator, other.allocator
+        return one if a.free * b.units >= b.free * a.units else other

@@ -1,0 +1,203 @@
+"""Exists, locate, list, report.
+
+Rules. Exists answers yes for a complete object with a replica that a reader may be sent to; it
+changes nothing. Locate answers such replicas, renews the lease and counts as the access that the
+order of eviction goes by. A report of a replica whose *bytes* are wrong ends that replica; a report
+that a node could not be *reached* takes the placement out of answers for `doubt_ms`, and makes the
+node suspect if it missed a heartbeat as well. A report that names another generation is late and
+changes nothing. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+
+from mooncake_py.errors import (
+    OK,
+    ChecksumMismatch,
+    LeaseExpired,
+    ObjectNotFound,
+    PeerUnreachable,
+    TransferTimeout,
+    UsageError,
+)
+from mooncake_py.master.commands import (
+    Applied,
+    Exists,
+    List,
+    Listed,
+    Locate,
+    Located,
+    Present,
+    Refused,
+    Report,
+    Statuses,
+)
+from mooncake_py.master.lease import lease_length_ms
+from mooncake_py.master.lifecycle import Event
+from mooncake_py.master.membership import ALIVE, DRAINING, SUSPECT
+from mooncake_py.master.objects import LONG_LEASE, PLACE_BITS, PLACE_MASK, REPLICAS, TTL
+from mooncake_py.master.state import CatalogState, Work
+from mooncake_py.master.tenant import Tenant
+from mooncake_py.model import BATCH_MAX_KEYS, EXTENT_ALIGN_BYTES, PLACEMENT_ROW
+
+_MISS = ObjectNotFound.code
+_WRONG_BYTES = (ChecksumMismatch.code, LeaseExpired.code)
+_UNREACHED = (PeerUnreachable.code, TransferTimeout.code)
+
+
+def _too_many(keys: Sequence[bytes]) -> Refused:
+    return Refused(
+        UsageError.code, f"{len(keys)} keys in one call, at most {BATCH_MAX_KEYS} are allowed"
+    )
+
+
+def exists(state: CatalogState, command: Exists, now_ms: int) -> Applied:
+    keys = command.keys
+    if len(keys) > BATCH_MAX_KEYS:
+        return Applied(_too_many(keys))
+    tenant = state.tenants.find(command.tenant)
+    if tenant is None:
+        present = bytes(len(keys))
+    elif not (state.members.impaired or state.doubts or state.table.ttls):
+        present = bytes(map(tenant.complete.__contains__, keys))
+    else:
+        present = bytes(map(_readable(state, tenant, now_ms), keys))
+    if command.prefix:
+        first = present.find(0)
+        if first >= 0:
+            present = present[: first + 1]
+    return Applied(Present(present))
+
+
+def _readable(state: CatalogState, tenant: Tenant, now_ms: int) -> Callable[[bytes], bool]:
+    table, complete = state.table, tenant.complete
+
+    def readable(key: bytes) -> bool:
+        slot = complete.get(key)
+        if slot is None:
+            return False
+        if table.flags[slot] & TTL and table.ttls[slot] <= now_ms:
+            return False
+        return state.readable(slot, now_ms)
+
+    return readable
+
+
+def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
+    keys = command.keys
+    if len(keys) > BATCH_MAX_KEYS:
+        return Applied(_too_many(keys))
+    lease_ms = lease_length_ms(command.lease_ms, state.settings)
+    tenant = state.tenants.find(command.tenant)
+    if tenant is None:
+        misses = min(1, len(keys)) if command.prefix else len(keys)
+        return Applied(Located(bytes([_MISS]) * misses, (), b"", lease_ms))
+    find = tenant.complete.get
+    table = state.table
+    place_of, length_of, generation_of = table.place, table.length, table.generation
+    flags_of = table.flags
+    careful = bool(state.members.impaired or state.doubts)
+    pack = PLACEMENT_ROW.pack
+    entries: dict[int, int] = {}  # segment index -> entry of the reply's table
+    rows: list[bytes] = []
+    slots: list[int] = []
+    status = bytearray(len(keys))
+    for i, key in enumerate(keys):
+        slot = find(key)
+        if slot is None:
+            status[i] = _MISS
+            if command.prefix:
+                del status[i + 1 :]
+                break
+            continue
+        if careful or flags_of[slot] & (REPLICAS | TTL):
+            found = _all_rows(state, slot, i, entries, now_ms)
+            if not found:
+                status[i] = _MISS
+                if command.prefix:
+                    del status[i + 1 :]
+                    break
+                continue
+            rows += found
+        else:
+            place = place_of[slot]
+            entry = entries.setdefault(place >> PLACE_BITS, len(entries))
+            start = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
+            rows.append(pack(i, entry, start, length_of[slot], generation_of[slot]))
+        slots.append(slot)
+    if lease_ms > state.settings.lease_ms:
+        until = now_ms + lease_ms
+        for slot in slots:
+            table.leases[slot] = max(until, table.leases.get(slot, 0))
+            flags_of[slot] |= LONG_LEASE
+    state.order.touch(slots, now_ms)
+    state.counters["locate_hits"] += len(slots)
+    state.counters["locate_misses"] += len(status) - len(slots)
+    ids = [state.members.at(index).segment_id for index in entries]
+    return Applied(Located(bytes(status), ids, b"".join(rows), lease_ms))
+
+
+def _all_rows(
+    state: CatalogState, slot: int, i: int, entries: dict[int, int], now_ms: int
+) -> list[bytes]:
+    """A row for every replica that a reader may be sent to."""
+    table = state.table
+    if table.flags[slot] & TTL and table.ttls[slot] <= now_ms:
+        return []
+    length, generation = table.length[slot], table.generation[slot]
+    return [
+        PLACEMENT_ROW.pack(
+            i,
+            entries.setdefault(place >> PLACE_BITS, len(entries)),
+            (place & PLACE_MASK) * EXTENT_ALIGN_BYTES,
+            length,
+            generation,
+        )
+        for place in state.readable_places(slot, now_ms)
+    ]
+
+
+def list_keys(state: CatalogState, command: List, now_ms: int) -> Applied:
+    limit = min(command.limit, state.settings.list_max)
+    if limit < 1:
+        return Applied(Refused(UsageError.code, "limit of a listing must be at least 1"))
+    tenant = state.tenants.find(command.tenant)
+    if tenant is None:
+        return Applied(Listed((), (), (), False))
+    found = heapq.nsmallest(limit + 1, _matching(tenant, command))
+    page = found[:limit]
+    slots = [tenant.complete[key] for key in page]
+    lengths = [state.table.length[slot] for slot in slots]
+    replicas = [len(state.table.places(slot)) for slot in slots]
+    return Applied(Listed(page, lengths, replicas, len(found) > limit))
+
+
+def _matching(tenant: Tenant, command: List) -> Iterator[bytes]:
+    prefix, after = command.prefix, command.after
+    return (key for key in tenant.complete if key > after and key.startswith(prefix))
+
+
+def report(state: CatalogState, command: Report, now_ms: int) -> Applied:
+    keys = command.keys
+    columns = (command.generations, command.segment_ids, command.codes)
+    if len(keys) > BATCH_MAX_KEYS or any(len(column) != len(keys) for column in columns):
+        return Applied(Refused(UsageError.code, "too many keys, or columns differ in length"))
+    work = Work()
+    tenant = state.tenants.find(command.tenant)
+    for key, generation, segment_id, code in zip(keys, *columns, strict=True):
+        segment = state.members.by_id.get(segment_id)
+        slot = tenant.complete.get(key) if tenant is not None else None
+        if segment is None or slot is None or state.table.generation[slot] != generation:
+            continue
+        if code in _WRONG_BYTES:
+            state.counters["reports_wrong_bytes"] += 1
+            state.lose_replica(work, slot, segment.index, Event.DAMAGED, now_ms)
+        elif code in _UNREACHED:
+            state.counters["reports_unreached"] += 1
+            state.doubts[generation, segment.index] = now_ms + state.settings.doubt_ms
+            missed = now_ms - segment.seen_ms > 2 * state.settings.heartbeat_ms
+            if missed and segment.state in (ALIVE, DRAINING):
+                state.members.set_state(segment, SUSPECT)
+    return work.done(Statuses(bytes([OK]) * len(keys)), now_ms)

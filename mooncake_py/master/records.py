@@ -1,0 +1,346 @@
+"""Durable records of the catalog: their layout, and reading them back.
+
+A record is one state change, taken back whole or not at all. It begins with 8 bytes: format
+version (1), kind (1), reserved (2), crc32 of these four and of all after it (4). The body is little-endian, its
+columns one after the other, so that packing 128 keys costs little more than packing one.
+
+| kind | body | meaning |
+|---|---|---|
+| MARKS | generation mark, next segment id | generations below the mark and segment ids below the next may have been used |
+| SEGMENT | SegmentFields | a node offers a segment |
+| GONE | segment id | everything on the segment is forgotten |
+| GRANTS | GrantFields | put start: keys, generations, extents, policy |
+| COMMITS | time, generations, failed (generation, segment id) | put end |
+| DROPS | time, until, generations | objects or grants that ended; their space rests until then |
+| LOST | until, (generation, segment id) | single replicas that ended; their space rests until then |
+| OBJECTS | like GRANTS | only in snapshots: complete objects |
+| RESTING | (until, segment id, offset, bytes) rows | only in snapshots: extents not to be used yet |
+
+A snapshot is a sequence of records, each with its length in front: the log in its shortest form.
+A reader skips what it does not know (newer kind) and what is damaged, and counts both.
+"""  # noqa: E501  (a table)
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+FORMAT = 1
+
+MARKS = 1
+SEGMENT = 2
+GONE = 3
+GRANTS = 4
+COMMITS = 5
+DROPS = 6
+LOST = 7
+OBJECTS = 8
+RESTING = 9
+
+_HEAD = struct.Struct("<BBH")
+_CRC = struct.Struct("<I")
+_HEAD_NBYTES = _HEAD.size + _CRC.size
+_LENGTH = struct.Struct("<I")
+_MARKS = struct.Struct("<QQ")
+_SEGMENT = struct.Struct("<QQIQHHH")
+_GRANTS = struct.Struct("<QQQQBHIII")
+_COMMITS = struct.Struct("<QII")
+_DROPS = struct.Struct("<QQI")
+
+HARD_PIN = 1
+
+
+class DamagedRecord(ValueError):
+    """Not a whole record: short, wrong crc, or columns that do not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    generation: int
+    segment_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFields:
+    segment_id: int
+    node: str
+    incarnation: int
+    address: str
+    region: int
+    nbytes: int
+    host_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    segment_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantFields:
+    """One put start (complete=False) or a run of complete objects in a snapshot.
+
+    `extents[i]`: (segment id, offset in bytes) of every replica of key i. `groups` is empty or one
+    number a key. `soft_pin_ms` and `ttl_ms` are durations before the commit, deadlines (absolute
+    ms) of a complete object.
+    """
+
+    now_ms: int
+    expires_ms: int
+    tenant: str
+    soft_pin_ms: int
+    ttl_ms: int
+    hard_pin: bool
+    keys: Sequence[bytes]
+    generations: Sequence[int]
+    lengths: Sequence[int]
+    extents: Sequence[Sequence[tuple[int, int]]]
+    groups: Sequence[int] = ()
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    now_ms: int
+    generations: Sequence[int]
+    failed: Sequence[tuple[int, int]] = ()  # generation, segment id
+
+
+@dataclass(frozen=True, slots=True)
+class Drops:
+    now_ms: int
+    until_ms: int
+    generations: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    until_ms: int
+    pairs: Sequence[tuple[int, int]]  # generation, segment id
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    rows: Sequence[tuple[int, int, int, int]]  # until ms, segment id, offset, bytes
+
+
+Record = Marks | SegmentFields | Gone | GrantFields | Commits | Drops | Lost | Resting
+
+
+def _frame(kind: int, body: bytes) -> bytes:
+    head = _HEAD.pack(FORMAT, kind, 0)
+    return head + _CRC.pack(zlib.crc32(body, zlib.crc32(head))) + body
+
+
+def _u64s(values: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def _flat(rows: Sequence[tuple[int, ...]]) -> list[int]:
+    return [number for row in rows for number in row]
+
+
+def encode(record: Record) -> bytes:
+    """The bytes of a record, head included."""
+    match record:
+        case GrantFields():
+            return _frame(OBJECTS if record.complete else GRANTS, _grants_body(record))
+        case Commits(now_ms, generations, failed):
+            head = _COMMITS.pack(now_ms, len(generations), len(failed))
+            return _frame(COMMITS, head + _u64s(generations) + _u64s(_flat(failed)))
+        case Drops(now_ms, until_ms, generations):
+            head = _DROPS.pack(now_ms, until_ms, len(generations))
+            return _frame(DROPS, head + _u64s(generations))
+        case Lost(until_ms, pairs):
+            return _frame(LOST, _u64s([until_ms, *_flat(pairs)]))
+        case Resting(rows):
+            return _frame(RESTING, _u64s(_flat(rows)))
+        case Marks(generation, segment_id):
+            return _frame(MARKS, _MARKS.pack(generation, segment_id))
+        case Gone(segment_id):
+            return _frame(GONE, _u64s([segment_id]))
+        case SegmentFields():
+            return _frame(SEGMENT, _segment_body(record))
+
+
+def _segment_body(record: SegmentFields) -> bytes:
+    texts = [text.encode() for text in (record.node, record.address, record.host_id)]
+    head = _SEGMENT.pack(
+        record.segment_id,
+        record.incarnation,
+        record.region,
+        record.nbytes,
+        *(len(text) for text in texts),
+    )
+    return head + b"".join(texts)
+
+
+def _grants_body(record: GrantFields) -> bytes:
+    tenant = record.tenant.encode()
+    keys = record.keys
+    extents = record.extents
+    flags = HARD_PIN if record.hard_pin else 0
+    places = [number for replicas in extents for extent in replicas for number in extent]
+    head = _GRANTS.pack(
+        record.now_ms,
+        record.expires_ms,
+        record.soft_pin_ms,
+        record.ttl_ms,
+        flags,
+        len(tenant),
+        len(keys),
+        len(places) // 2,
+        len(record.groups),
+    )
+    count = len(keys)
+    return b"".join(
+        (
+            head,
+            tenant,
+            struct.pack(f"<{count}H", *map(len, keys)),
+            struct.pack(f"<{count}B", *map(len, extents)),
+            _u64s(record.generations),
+            _u64s(record.lengths),
+            _u64s(places),
+            _u64s(record.groups),
+            *keys,
+        )
+    )
+
+
+def decode(data: bytes) -> Record | None:
+    """The record in `data`; None for a kind or format of a newer release. Raises DamagedRecord."""
+    if len(data) < _HEAD_NBYTES:
+        raise DamagedRecord("shorter than its head")
+    form, kind, _ = _HEAD.unpack_from(data)
+    (crc,) = _CRC.unpack_from(data, _HEAD.size)
+    body = memoryview(data)[_HEAD_NBYTES:]
+    if zlib.crc32(body, zlib.crc32(data[: _HEAD.size])) != crc:
+        raise DamagedRecord("crc differs")
+    reader = _READERS.get(kind)
+    if form != FORMAT or reader is None:
+        return None
+    try:
+        return reader(body)
+    except (struct.error, ValueError, IndexError) as error:
+        raise DamagedRecord(str(error)) from error
+
+
+class _Columns:
+    """Reads columns one after the other."""
+
+    def __init__(self, body: memoryview, position: int) -> None:
+        self._body = body
+        self._position = position
+
+    def numbers(self, code: str, count: int) -> tuple[int, ...]:
+        column = struct.Struct(f"<{count}{code}")
+        values: tuple[int, ...] = column.unpack_from(self._body, self._position)
+        self._position += column.size
+        return values
+
+    def pairs(self, count: int) -> list[tuple[int, int]]:
+        flat = self.numbers("Q", 2 * count)
+        return list(zip(flat[::2], flat[1::2], strict=True))
+
+    def take(self, nbytes: int) -> bytes:
+        end = self._position + nbytes
+        if end > len(self._body):
+            raise IndexError("column ends early")
+        piece = bytes(self._body[self._position : end])
+        self._position = end
+        return piece
+
+
+def _read_grants(body: memoryview, complete: bool = False) -> GrantFields:
+    now_ms, expires_ms, soft, ttl, flags, tenant_len, count, places, groups = _GRANTS.unpack_from(
+        body
+    )
+    columns = _Columns(body, _GRANTS.size)
+    tenant = columns.take(tenant_len).decode()
+    key_lengths = columns.numbers("H", count)
+    replica_counts = columns.numbers("B", count)
+    generations = columns.numbers("Q", count)
+    lengths = columns.numbers("Q", count)
+    pairs = columns.pairs(places)
+    group_numbers = columns.numbers("Q", groups)
+    extents, at = [], 0
+    for replicas in replica_counts:
+        extents.append(tuple(pairs[at : at + replicas]))
+        at += replicas
+    return GrantFields(
+        now_ms=now_ms,
+        expires_ms=expires_ms,
+        tenant=tenant,
+        soft_pin_ms=soft,
+        ttl_ms=ttl,
+        hard_pin=bool(flags & HARD_PIN),
+        keys=[columns.take(nbytes) for nbytes in key_lengths],
+        generations=generations,
+        lengths=lengths,
+        extents=extents,
+        groups=group_numbers,
+        complete=complete,
+    )
+
+
+def _read_commits(body: memoryview) -> Commits:
+    now_ms, count, failed = _COMMITS.unpack_from(body)
+    columns = _Columns(body, _COMMITS.size)
+    return Commits(now_ms, columns.numbers("Q", count), columns.pairs(failed))
+
+
+def _read_drops(body: memoryview) -> Drops:
+    now_ms, until_ms, count = _DROPS.unpack_from(body)
+    return Drops(now_ms, until_ms, _Columns(body, _DROPS.size).numbers("Q", count))
+
+
+def _read_lost(body: memoryview) -> Lost:
+    columns = _Columns(body, 0)
+    (until_ms,) = columns.numbers("Q", 1)
+    return Lost(until_ms, columns.pairs(len(body) // 16))
+
+
+def _read_resting(body: memoryview) -> Resting:
+    flat = _Columns(body, 0).numbers("Q", len(body) // 8)
+    return Resting(list(zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)))
+
+
+def _read_segment(body: memoryview) -> SegmentFields:
+    segment_id, incarnation, region, nbytes, *lengths = _SEGMENT.unpack_from(body)
+    columns = _Columns(body, _SEGMENT.size)
+    node, address, host_id = (columns.take(length).decode() for length in lengths)
+    return SegmentFields(segment_id, node, incarnation, address, region, nbytes, host_id)
+
+
+_READERS: dict[int, Callable[[memoryview], Record]] = {
+    MARKS: lambda body: Marks(*_MARKS.unpack_from(body)),
+    SEGMENT: _read_segment,
+    GONE: lambda body: Gone(*struct.unpack_from("<Q", body)),
+    GRANTS: _read_grants,
+    COMMITS: _read_commits,
+    DROPS: _read_drops,
+    LOST: _read_lost,
+    OBJECTS: lambda body: _read_grants(body, complete=True),
+    RESTING: _read_resting,
+}
+
+
+def pack(records: Iterable[bytes]) -> bytes:
+    """A snapshot of encoded records."""
+    return b"".join(piece for data in records for piece in (_LENGTH.pack(len(data)), data))
+
+
+def unpack(snapshot: bytes) -> Iterator[bytes]:
+    """The encoded records of a snapshot; a cut tail ends it with what is left as one record."""
+    position = 0
+    while position < len(snapshot):
+        if position + _LENGTH.size > len(snapshot):
+            yield snapshot[position:]
+            return
+        (nbytes,) = _LENGTH.unpack_from(snapshot, position)
+        position += _LENGTH.size
+        yield snapshot[position : position + nbytes]
+        position += nbytes

@@ -1,0 +1,349 @@
+"""From records back to a state, and from a state to a snapshot.
+
+Rules. Records are applied in order to a plain picture of the log (`_Log`): segments, grants,
+objects, drops. Then the state is built from it in one go. What is missing or damaged costs only
+what it described: where two attempts claim the same bytes the younger generation is right (the
+older must have ended before), where a segment is unknown its replicas are lost.
+
+Afterwards:
+
+* generations and segment ids continue beyond the last durable mark, so none is used twice;
+* every object counts as located just now: readers may hold leases that no record mentions;
+* segments are *returning*: readable, but nothing is placed on them until their node mounts again
+  (see `membership.py`);
+* grants that were running go on running until their expiry.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from mooncake_py.master import records
+from mooncake_py.master.allocator import UNIT_BYTES
+from mooncake_py.master.commands import Mount
+from mooncake_py.master.membership import RETURNING, Membership
+from mooncake_py.master.nodes import segment_fields
+from mooncake_py.master.objects import (
+    HARD_PIN,
+    PLACE_BITS,
+    PLACE_MASK,
+    SOFT_PIN,
+    TTL,
+)
+from mooncake_py.master.puts import grant_fields, install
+from mooncake_py.master.records import DamagedRecord, GrantFields
+from mooncake_py.master.state import CatalogState, extent_units
+from mooncake_py.master.tenant import Grant, PutOptions
+
+_RUN = 1024  # objects a snapshot record
+
+
+@dataclass(slots=True)
+class RestoreReport:
+    """What came back, and what did not."""
+
+    segments: int = 0
+    objects: int = 0
+    grants: int = 0
+    damaged_records: int = 0
+    unknown_records: int = 0
+    objects_without_segment: int = 0
+    extents_overlapping: int = 0
+
+
+@dataclass(slots=True)
+class _Attempt:
+    fields: GrantFields
+    position: int  # in the columns of `fields`
+    extents: list[tuple[int, int]]
+    committed_ms: int = 0  # 0: deadlines in `fields` are absolute
+
+    @property
+    def length(self) -> int:
+        return self.fields.lengths[self.position]
+
+    @property
+    def generation(self) -> int:
+        return self.fields.generations[self.position]
+
+
+class _Log:
+    """The picture that the records paint."""
+
+    def __init__(self, margin_ms: int) -> None:
+        self._margin_ms = margin_ms
+        self.marks = records.Marks(1, 1)
+        self.segments: dict[int, records.SegmentFields] = {}
+        self.writing: dict[int, _Attempt] = {}
+        self.complete: dict[int, _Attempt] = {}
+        self.resting: list[tuple[int, int, int, int]] = []  # until, segment id, start, units
+
+    def apply(self, record: records.Record) -> None:
+        match record:
+            case GrantFields():
+                self._add(record)
+            case records.Commits():
+                self._commit(record)
+            case records.Drops(_, until_ms, generations):
+                for generation in generations:
+                    attempt = self.writing.pop(generation, None) or self.complete.pop(
+                        generation, None
+                    )
+                    if attempt is not None:
+                        self._rest(attempt, attempt.extents, until_ms)
+            case records.Lost(until_ms, pairs):
+                for generation, segment_id in pairs:
+                    self._strip(self.complete.get(generation), segment_id, until_ms)
+            case records.Marks(generation, segment_id):
+                self.marks = records.Marks(
+                    max(self.marks.generation, generation),
+                    max(self.marks.segment_id, segment_id),
+                )
+            case records.SegmentFields():
+                self.segments[record.segment_id] = record
+            case records.Gone(segment_id):
+                self.segments.pop(segment_id, None)
+            case records.Resting(rows):
+                self.resting.extend(
+                    (until, segment_id, offset // UNIT_BYTES, nbytes // UNIT_BYTES)
+                    for until, segment_id, offset, nbytes in rows
+                )
+
+    def _add(self, record: GrantFields) -> None:
+        into = self.complete if record.complete else self.writing
+        for position, generation in enumerate(record.generations):
+            if generation in self.complete:
+                continue  # the snapshot knew it already
+            into[generation] = _Attempt(record, position, list(record.extents[position]))
+
+    def _commit(self, record: records.Commits) -> None:
+        for generation, segment_id in record.failed:
+            attempt = self.writing.get(generation)
+            if attempt is not None:
+                until = attempt.fields.expires_ms + self._margin_ms
+                self._strip(attempt, segment_id, until)
+        for generation in record.generations:
+            attempt = self.writing.pop(generation, None)
+            if attempt is not None:
+                attempt.committed_ms = record.now_ms
+                self.complete[generation] = attempt
+
+    def _strip(self, attempt: _Attempt | None, segment_id: int, until_ms: int) -> None:
+        if attempt is None:
+            return
+        lost = [extent for extent in attempt.extents if extent[0] == segment_id]
+        attempt.extents = [extent for extent in attempt.extents if extent[0] != segment_id]
+        self._rest(attempt, lost, until_ms)
+
+    def _rest(self, attempt: _Attempt, extents: Sequence[tuple[int, int]], until_ms: int) -> None:
+        units = extent_units(attempt.length)
+        self.resting.extend(
+            (until_ms, segment_id, offset // UNIT_BYTES, units) for segment_id, offset in extents
+        )
+
+
+def restore(
+    state: CatalogState, snapshot: bytes | None, log: Iterable[bytes], now_ms: int
+) -> RestoreReport:
+    """Fill a fresh state. Damaged and unknown records are counted and left out."""
+    report = RestoreReport()
+    picture = _Log(state.settings.grant_margin_ms)
+    for data in (*records.unpack(snapshot or b""), *log):
+        try:
+            record = records.decode(data)
+        except DamagedRecord:
+            report.damaged_records += 1
+            continue
+        if record is None:
+            report.unknown_records += 1
+        else:
+            picture.apply(record)
+    _build(state, picture, report, now_ms)
+    return report
+
+
+def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -> None:
+    members = state.members
+    for fields in log.segments.values():
+        command = Mount(
+            fields.node, fields.incarnation, fields.address, fields.region, fields.nbytes,
+            fields.host_id, fields.segment_id,
+        )  # fmt: skip
+        members.set_state(members.add(command, fields.segment_id, now_ms), RETURNING)
+    report.segments = len(log.segments)
+    claims: dict[int, list[tuple[int, int, int]]] = {each: [] for each in log.segments}
+    complete, writing = _newest(log.complete), _newest(log.writing)
+    attempts = (*complete, *writing)
+    for attempt in attempts:
+        units = extent_units(attempt.length)
+        for segment_id, offset in attempt.extents:
+            if segment_id in claims:
+                claims[segment_id].append((offset // UNIT_BYTES, units, attempt.generation))
+    resting = [each for each in log.resting if each[0] > now_ms and each[1] in claims]
+    for _, segment_id, start, units in resting:
+        claims[segment_id].append((start, units, 0))
+    granted: dict[int, set[tuple[int, int]]] = {}
+    for segment_id, wanted in claims.items():
+        segment = members.by_id[segment_id]
+        kept = _settle(wanted, segment.allocator.units)
+        report.extents_overlapping += len(wanted) - len(kept)
+        segment.allocator.rebuild((start, units) for start, units, _ in kept)
+        granted[segment_id] = {(start, generation) for start, _, generation in kept}
+    for until, segment_id, start, units in resting:
+        if (start, 0) in granted[segment_id]:
+            granted[segment_id].discard((start, 0))
+            members.by_id[segment_id].resting_units += units
+            state.resting.add(until, segment_id, start, units)
+    for attempt in complete:
+        _add_object(state, attempt, _places(members, attempt, granted), report, now_ms)
+    for attempt in writing:
+        _add_grant(state, attempt, _places(members, attempt, granted), report)
+    state.order.touch(list(state.table.live()), now_ms)
+    youngest = max((attempt.generation for attempt in attempts), default=0)
+    state.next_generation = state.generation_mark = max(log.marks.generation, youngest + 1)
+    members.next_segment_id = max(members.next_segment_id, log.marks.segment_id)
+
+
+def _newest(attempts: dict[int, _Attempt]) -> list[_Attempt]:
+    """In order of generation, one a key: an older one has ended even if no record says so."""
+    by_key: dict[tuple[str, bytes], _Attempt] = {}
+    for _, attempt in sorted(attempts.items()):
+        by_key[attempt.fields.tenant, attempt.fields.keys[attempt.position]] = attempt
+    return sorted(by_key.values(), key=lambda each: each.generation)
+
+
+def _settle(claims: list[tuple[int, int, int]], units_max: int) -> list[tuple[int, int, int]]:
+    """Of (start, units, generation) that overlap the younger stays."""
+    kept: list[tuple[int, int, int]] = []
+    for claim in sorted(claims):
+        start, units, generation = claim
+        if start + units > units_max:
+            continue
+        while kept and kept[-1][0] + kept[-1][1] > start and kept[-1][2] < generation:
+            kept.pop()
+        if not kept or kept[-1][0] + kept[-1][1] <= start:
+            kept.append(claim)
+    return kept
+
+
+def _places(
+    members: Membership, attempt: _Attempt, granted: dict[int, set[tuple[int, int]]]
+) -> tuple[int, ...]:
+    return tuple(
+        members.by_id[segment_id].index << PLACE_BITS | offset // UNIT_BYTES
+        for segment_id, offset in attempt.extents
+        if (offset // UNIT_BYTES, attempt.generation) in granted.get(segment_id, ())
+    )
+
+
+def _grant_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> Grant | None:
+    """The attempt as a grant, its space accounted for; None when nothing of it is left."""
+    fields, position = attempt.fields, attempt.position
+    tenant = state.tenants.obtain(fields.tenant)
+    if not places or isinstance(tenant, str):
+        return None
+    grant = Grant(fields.keys[position], attempt.generation, attempt.length, places)
+    grant.tenant = tenant
+    grant.expires_ms = fields.expires_ms
+    grant.put = PutOptions(fields.soft_pin_ms, fields.hard_pin, fields.ttl_ms)
+    if fields.groups:
+        grant.group = fields.groups[position]
+    units = extent_units(grant.length)
+    for place in places:
+        state.members.at(place >> PLACE_BITS).used_units += units
+    tenant.used_bytes += units * UNIT_BYTES * len(places)
+    if fields.hard_pin:
+        state.hard_pinned_units += units * len(places)
+    tenant.writing[grant.key] = grant
+    return grant
+
+
+def _add_grant(
+    state: CatalogState, attempt: _Attempt, places: tuple[int, ...], report: RestoreReport
+) -> None:
+    grant = _grant_of(state, attempt, places)
+    if grant is not None:
+        state.watch_grants(grant.tenant, grant.expires_ms, [grant.key], grant.generation)
+        report.grants += 1
+
+
+def _add_object(
+    state: CatalogState,
+    attempt: _Attempt,
+    places: tuple[int, ...],
+    report: RestoreReport,
+    now_ms: int,
+) -> None:
+    grant = _grant_of(state, attempt, places)
+    if grant is None:
+        report.objects_without_segment += 1
+        return
+    since, fields = attempt.committed_ms, attempt.fields
+    soft_pin = fields.soft_pin_ms + since if fields.soft_pin_ms else 0
+    install(state, grant, soft_pin, fields.ttl_ms + since if fields.ttl_ms else 0, now_ms)
+    report.objects += 1
+
+
+def snapshot(state: CatalogState, now_ms: int = 0) -> bytes:
+    """The state as records. Cost: all objects."""
+    return records.pack(records.encode(each) for each in _snapshot_records(state, now_ms))
+
+
+def _snapshot_records(state: CatalogState, now_ms: int) -> Iterator[records.Record]:
+    members = state.members
+    yield records.Marks(state.generation_mark, members.next_segment_id)
+    for segment in members:
+        if segment.state != "gone":
+            yield segment_fields(segment)
+    yield from _object_records(state, now_ms)
+    for tenant in state.tenants:
+        for grant in tenant.writing.values():
+            yield grant_fields(state, tenant, [grant], now_ms)
+    yield records.Resting(
+        [
+            (until, segment_id, start * UNIT_BYTES, units * UNIT_BYTES)
+            for until, segment_id, start, units in state.resting
+        ]
+    )
+
+
+def _object_records(state: CatalogState, now_ms: int) -> Iterator[GrantFields]:
+    """Complete objects in runs that share tenant, pins and TTL."""
+    table = state.table
+    alike: dict[tuple[int, int, int, bool], list[int]] = {}
+    for slot in table.live():
+        flags = table.flags[slot]
+        kind = (
+            table.tenant[slot],
+            table.soft_pins[slot] if flags & SOFT_PIN else 0,
+            table.ttls[slot] if flags & TTL else 0,
+            bool(flags & HARD_PIN),
+        )
+        alike.setdefault(kind, []).append(slot)
+    ids = {segment.index: segment.segment_id for segment in state.members}
+    for (tenant, soft_pin, ttl, hard_pin), slots in alike.items():
+        rest = iter(slots)
+        while run := list(islice(rest, _RUN)):
+            yield GrantFields(
+                now_ms=now_ms,
+                expires_ms=0,
+                tenant=state.tenants.at(tenant).name,
+                soft_pin_ms=soft_pin,
+                ttl_ms=ttl,
+                hard_pin=hard_pin,
+                keys=[table.key[slot] or b"" for slot in run],
+                generations=[table.generation[slot] for slot in run],
+                lengths=[table.length[slot] for slot in run],
+                extents=[
+                    [
+                        (ids[place >> PLACE_BITS], (place & PLACE_MASK) * UNIT_BYTES)
+                        for place in table.places(slot)
+                    ]
+                    for slot in run
+                ],
+                complete=True,
+            )

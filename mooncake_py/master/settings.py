@@ -1,0 +1,56 @@
+"""Settings of the catalog: every limit and every time of an object's life, with its default.
+
+Times must fit together or the master does not start (`validate`): a node is asked to heartbeat
+several times before it is suspect, is suspect before it is dead, and a grant outlives the slowest
+pull that a client will wait for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mooncake_py.errors import UsageError
+from mooncake_py.model import OBJECT_MAX_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogSettings:
+    tick_ms: int = 100  # how often the server sends Tick
+    grant_ttl_ms: int = 10_000  # a put must be committed within this time
+    grant_margin_ms: int = 2_000  # an expired grant's space is used again this much later
+    lease_ms: int = 5_000  # default and least lease of a Locate
+    lease_max_ms: int = 60_000  # longest lease a Locate may ask for
+    heartbeat_ms: int = 250  # what nodes are asked for
+    suspect_ms: int = 1_000  # silence after which a node is not used
+    dead_ms: int = 10_000  # silence after which a node's objects are forgotten
+    doubt_ms: int = 2_000  # a reported placement is not given out for this long
+    evict_high_ratio: float = 0.95  # eviction starts
+    evict_low_ratio: float = 0.90  # eviction stops
+    soft_pin_max_ms: int = 3_600_000  # longest soft pin; longer wishes are cut to it
+    hard_pin_max_ratio: float = 0.5  # of the cluster's bytes; more hard pins are refused
+    replica_max: int = 8
+    object_max_bytes: int = OBJECT_MAX_BYTES
+    tenants_max: int = 10_000
+    list_max: int = 10_000  # keys a page
+    reclaim_max: int = 2_000  # objects of lost nodes forgotten per tick
+    generation_block: int = 1 << 20  # generations reserved by one durable record
+
+    def validate(self) -> None:
+        """Raise `UsageError` naming the two settings that contradict each other."""
+        rules = (
+            (0 < self.tick_ms <= self.suspect_ms, "tick_ms", "suspect_ms"),
+            (2 * self.heartbeat_ms <= self.suspect_ms, "2 * heartbeat_ms", "suspect_ms"),
+            (self.suspect_ms < self.dead_ms, "suspect_ms", "dead_ms"),
+            (0 < self.lease_ms <= self.lease_max_ms, "lease_ms", "lease_max_ms"),
+            (0 < self.grant_margin_ms <= self.grant_ttl_ms, "grant_margin_ms", "grant_ttl_ms"),
+            (
+                0 < self.evict_low_ratio <= self.evict_high_ratio <= 1,
+                "evict_low_ratio",
+                "evict_high_ratio",
+            ),
+            (1 <= self.replica_max <= 255, "1", "replica_max (at most 255)"),
+            (self.generation_block >= 1 << 13, "8192", "generation_block"),
+        )
+        for holds, smaller, larger in rules:
+            if not holds:
+                raise UsageError(f"settings contradict: {smaller} must not exceed {larger}")

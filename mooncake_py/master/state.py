@@ -1,0 +1,268 @@
+"""The catalog's state, and the few steps that change it.
+
+Everything that ends an attempt is here (`end_object`, `end_grant`), so that accounting, promises,
+records and effects cannot be forgotten by a verb; what happens then is read from `lifecycle.TABLE`.
+`Work` collects what one command wants done. Owner thread only; pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+
+from mooncake_py.master import records
+from mooncake_py.master.commands import Applied, Effect, Reply, Unseal
+from mooncake_py.master.eviction import EvictionPolicy, Lru
+from mooncake_py.master.lease import RestingExtents
+from mooncake_py.master.lifecycle import Event, Promise, State, end
+from mooncake_py.master.membership import ALIVE, GONE, Membership, Segment
+from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, READ, TTL, ObjectTable
+from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.tenant import Grant, Tenant, Tenants
+from mooncake_py.model import EXTENT_ALIGN_BYTES, EXTENT_ROW, extent_bytes
+
+_NO_DIGEST = bytes(16)
+_SET_ASIDE_MS = 1_000  # an object whose end would free nothing useful is looked at again later
+
+
+def extent_units(length: int) -> int:
+    return extent_bytes(length) // EXTENT_ALIGN_BYTES
+
+
+class Work:
+    """Records and effects of one command, in the making."""
+
+    __slots__ = ("dropped", "durable", "lost", "records", "rest_until_ms", "unseals")
+
+    def __init__(self) -> None:
+        self.records: list[bytes] = []
+        self.dropped: list[int] = []  # generations
+        self.lost: list[tuple[int, int]] = []  # single replicas: generation, segment id
+        self.rest_until_ms = 0
+        self.unseals: dict[int, list[bytes]] = {}
+        self.durable = False
+
+    def unseal(self, segment_id: int, start: int, length: int, generation: int) -> None:
+        rows = self.unseals.setdefault(segment_id, [])
+        rows.append(
+            EXTENT_ROW.pack(
+                len(rows), 0, start * EXTENT_ALIGN_BYTES, length, generation, 0, _NO_DIGEST, 0
+            )
+        )
+
+    def done(self, reply: Reply, now_ms: int) -> Applied:
+        """The outcome. Drops go first: what they freed may already be granted again."""
+        if self.dropped:
+            drops = records.Drops(now_ms, self.rest_until_ms, self.dropped)
+            self.records.insert(0, records.encode(drops))
+        if self.lost:
+            self.records.append(records.encode(records.Lost(self.rest_until_ms, self.lost)))
+        effects: list[Effect] = [
+            Unseal(segment_id, b"".join(rows)) for segment_id, rows in self.unseals.items()
+        ]
+        return Applied(reply, self.records, effects, self.durable and bool(self.records))
+
+
+class CatalogState:
+    """What the catalog knows. Fields are read by the verbs; changes go through the methods."""
+
+    def __init__(self, settings: CatalogSettings) -> None:
+        settings.validate()
+        self.settings = settings
+        self.table = ObjectTable()
+        self.tenants = Tenants(settings.tenants_max)
+        self.members = Membership(settings)
+        self.order: EvictionPolicy = Lru(self.table, settings.lease_ms)
+        self.resting = RestingExtents()
+        self.counters: defaultdict[str, int] = defaultdict(int)
+        self.next_generation = 1
+        self.generation_mark = 1  # generations below may be used: a durable record says so
+        self.hard_pinned_units = 0
+        self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
+        self.leaving: list[tuple[Segment, list[int] | None]] = []  # gone, objects to forget
+        self._expiries: list[tuple[int, int, Tenant, list[bytes], int]] = []
+        self._expiry_count = 0
+        self._ttls: list[tuple[int, int, int]] = []  # heap: until ms, slot, generation
+        self.housekeeping_ms = 0
+        self.evicting = False  # between the watermarks, on the way down
+
+    # --- grants ---------------------------------------------------------------------------------
+
+    def watch_grants(self, tenant: Tenant, expires_ms: int, keys: list[bytes], first: int) -> None:
+        """Grants of these keys, with generations counted from `first`, end at `expires_ms` unless
+        they are committed before."""
+        self._expiry_count += 1
+        heapq.heappush(self._expiries, (expires_ms, self._expiry_count, tenant, keys, first))
+
+    def expire_grants(self, work: Work, now_ms: int) -> None:
+        while self._expiries and self._expiries[0][0] <= now_ms:
+            _, _, tenant, keys, first = heapq.heappop(self._expiries)
+            for generation, key in enumerate(keys, first):
+                grant = tenant.writing.get(key)
+                if grant is not None and grant.generation == generation:
+                    self.end_grant(work, grant, Event.GRANT_EXPIRED, now_ms)
+
+    def end_grant(self, work: Work, grant: Grant, event: Event, now_ms: int) -> None:
+        """The attempt ends without an object."""
+        transition = end(State.WRITING, event)
+        until = 0
+        if transition.promise is Promise.GRANT:
+            until = grant.expires_ms + self.settings.grant_margin_ms
+        units = extent_units(grant.length)
+        del grant.tenant.writing[grant.key]
+        for place in grant.places:
+            self.release(place, units, until, now_ms)
+        nbytes = units * EXTENT_ALIGN_BYTES * len(grant.places)
+        grant.tenant.used_bytes -= nbytes
+        if grant.put.hard_pin:
+            self.hard_pinned_units -= units * len(grant.places)
+        self._count_end(work, grant.generation, until, transition.counter)
+        work.durable |= transition.durable
+        if event is Event.GRANT_EXPIRED:
+            self.counters["grants_reclaimed_bytes"] += nbytes
+
+    # --- objects --------------------------------------------------------------------------------
+
+    def end_object(self, work: Work, slot: int, event: Event, now_ms: int) -> int:
+        """The object ends. Returns the units its replicas took on placeable segments."""
+        transition = end(State.COMPLETE, event)
+        table = self.table
+        flags, generation, length = table.flags[slot], table.generation[slot], table.length[slot]
+        until = 0
+        if flags & READ and transition.promise is Promise.LEASE:
+            until = table.leased_until(slot, self.settings.lease_ms)
+        units = extent_units(length)
+        places = table.places(slot)
+        freed = 0
+        for place in places:
+            segment = self.members.at(place >> PLACE_BITS)
+            if transition.unseal and segment.state != GONE:
+                work.unseal(segment.segment_id, place & PLACE_MASK, length, generation)
+            if segment.state == ALIVE:
+                freed += units
+            self.release(place, units, until, now_ms)
+        tenant = self.tenants.at(table.tenant[slot])
+        tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * len(places)
+        key = table.key[slot]
+        assert key is not None
+        if tenant.complete.get(key) == slot:
+            del tenant.complete[key]
+        if flags & HARD_PIN:
+            self.hard_pinned_units -= units * len(places)
+        self.order.remove(slot)
+        table.drop(slot)
+        self._count_end(work, generation, until, transition.counter)
+        work.durable |= transition.durable
+        return freed
+
+    def evict(self, work: Work, units: int, now_ms: int, count_max: int = 1 << 62) -> int:
+        """Evict until `units` are free again or nothing may go; the units that became free."""
+        freed = 0
+        while freed < units and count_max > 0:
+            slot = self.order.victim(now_ms)
+            if slot < 0:
+                break
+            if not self._helps(slot):
+                self.order.set_aside(slot, now_ms + _SET_ASIDE_MS)
+                continue
+            freed += self.end_object(work, slot, Event.EVICT, now_ms)
+            count_max -= 1
+        return freed
+
+    def _helps(self, slot: int) -> bool:
+        """Would its end free space that may be given out? (Not on a suspect or leaving node.)"""
+        members = self.members
+        if not members.impaired and len(members.placeable) == len(members.by_id):
+            return True
+        return any(
+            members.at(place >> PLACE_BITS).state == ALIVE for place in self.table.places(slot)
+        )
+
+    def set_ttl(self, slot: int, until_ms: int) -> None:
+        self.table.flags[slot] |= TTL
+        self.table.ttls[slot] = until_ms
+        heapq.heappush(self._ttls, (until_ms, slot, self.table.generation[slot]))
+
+    def end_ttls(self, work: Work, now_ms: int) -> None:
+        table = self.table
+        while self._ttls and self._ttls[0][0] <= now_ms:
+            _, slot, generation = heapq.heappop(self._ttls)
+            if table.flags[slot] & TTL and table.generation[slot] == generation:
+                self.end_object(work, slot, Event.TTL_ENDED, now_ms)
+
+    def lose_replica(self, work: Work, slot: int, index: int, event: Event, now_ms: int) -> None:
+        """The replica on this segment ends; with the last one the object does."""
+        table = self.table
+        places = table.places(slot)
+        kept = tuple(place for place in places if place >> PLACE_BITS != index)
+        if not kept:
+            self.end_object(work, slot, event, now_ms)
+            return
+        if len(kept) == len(places):
+            return
+        units = extent_units(table.length[slot])
+        until = table.leased_until(slot, self.settings.lease_ms)
+        for place in places:
+            if place not in kept:
+                segment = self.members.at(place >> PLACE_BITS)
+                if segment.state != GONE:
+                    work.lost.append((table.generation[slot], segment.segment_id))
+                self.release(place, units, until, now_ms)
+        work.rest_until_ms = max(work.rest_until_ms, until)
+        tenant = self.tenants.at(table.tenant[slot])
+        tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * (len(places) - len(kept))
+        if table.flags[slot] & HARD_PIN:
+            self.hard_pinned_units -= units * (len(places) - len(kept))
+        table.keep_places(slot, kept)
+
+    def readable(self, slot: int, now_ms: int) -> bool:
+        """Is there a replica that a reader may be sent to?"""
+        return bool(self.readable_places(slot, now_ms))
+
+    def readable_places(self, slot: int, now_ms: int) -> list[int]:
+        impaired, doubts = self.members.impaired, self.doubts
+        generation = self.table.generation[slot]
+        return [
+            place
+            for place in self.table.places(slot)
+            if place >> PLACE_BITS not in impaired
+            and doubts.get((generation, place >> PLACE_BITS), 0) <= now_ms
+        ]
+
+    # --- extents --------------------------------------------------------------------------------
+
+    def release(self, place: int, units: int, until_ms: int, now_ms: int) -> None:
+        """An extent has no owner any more; it is free once the promise has run out."""
+        segment = self.members.at(place >> PLACE_BITS)
+        segment.used_units -= units
+        start = place & PLACE_MASK
+        if until_ms > now_ms:
+            segment.resting_units += units
+            self.resting.add(until_ms, segment.segment_id, start, units)
+        else:
+            segment.allocator.give(start, units)
+
+    def free_rested(self, now_ms: int) -> None:
+        for segment_id, start, units in self.resting.ended(now_ms):
+            segment = self.members.by_id.get(segment_id)
+            if segment is not None:
+                segment.resting_units -= units
+                segment.allocator.give(start, units)
+
+    def reserve_generations(self, work: Work, count: int) -> None:
+        """Make sure that `count` more generations may be used: durable before they are handed
+        out, so that they are never used again whatever is lost."""
+        if self.next_generation + count <= self.generation_mark:
+            return
+        self.generation_mark = self.next_generation + count + self.settings.generation_block
+        self.mark(work)
+
+    def mark(self, work: Work) -> None:
+        marks = records.Marks(self.generation_mark, self.members.next_segment_id)
+        work.records.append(records.encode(marks))
+        work.durable = True
+
+    def _count_end(self, work: Work, generation: int, until_ms: int, counter: str) -> None:
+        work.dropped.append(generation)
+        work.rest_until_ms = max(work.rest_until_ms, until_ms)
+        self.counters[counter] += 1

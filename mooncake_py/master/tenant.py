@@ -1,0 +1,114 @@
+"""Tenants: every key lives in one, and nothing crosses from one to another.
+
+A tenant has two maps. `complete` holds slots of visible objects, `writing` the running grants. They
+are apart so that "which of these keys exist" is a plain membership test, and so that an old value
+can stay readable while its successor is written. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mooncake_py.model import TENANT_MAX_BYTES
+
+
+class Grant:
+    """A put that has started: the key's next generation and where it goes."""
+
+    __slots__ = ("expires_ms", "generation", "group", "key", "length", "places", "put", "tenant")
+
+    def __init__(self, key: bytes, generation: int, length: int, places: tuple[int, ...]) -> None:
+        self.key = key
+        self.generation = generation
+        self.length = length
+        self.places = places
+        self.group = 0
+        self.tenant: Tenant
+        self.put: PutOptions
+        self.expires_ms = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PutOptions:
+    """What the grants of one put start share."""
+
+    soft_pin_ms: int = 0
+    hard_pin: bool = False
+    ttl_ms: int = 0
+
+
+@dataclass(slots=True)
+class Tenant:
+    name: str
+    number: int  # in the column of the object table
+    complete: dict[bytes, int] = field(default_factory=dict)
+    writing: dict[bytes, Grant] = field(default_factory=dict)
+    used_bytes: int = 0  # extents of complete and writing objects
+
+    @property
+    def key_count(self) -> int:
+        return len(self.complete) + len(self.writing)
+
+
+def name_fault(name: str) -> str:
+    """Why this cannot be a tenant's name, or ""."""
+    nbytes = len(name.encode(errors="surrogatepass"))
+    if nbytes > TENANT_MAX_BYTES:
+        return f"tenant name has {nbytes} bytes, at most {TENANT_MAX_BYTES} are allowed"
+    if any(0xD800 <= ord(letter) <= 0xDFFF for letter in name):
+        return "tenant name is not valid text"
+    return ""
+
+
+class Tenants:
+    """All tenants, by name and by number. Numbers are used again once a tenant is forgotten."""
+
+    __slots__ = ("_by_name", "_by_number", "_count_max", "_free_numbers")
+
+    def __init__(self, count_max: int) -> None:
+        self._by_name: dict[str, Tenant] = {}
+        self._by_number: list[Tenant | None] = []
+        self._free_numbers: list[int] = []
+        self._count_max = count_max
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._by_name.values())
+
+    def find(self, name: str) -> Tenant | None:
+        return self._by_name.get(name)
+
+    def obtain(self, name: str) -> Tenant | str:
+        """The tenant, made when it is new; or why it cannot be."""
+        tenant = self._by_name.get(name)
+        if tenant is not None:
+            return tenant
+        fault = name_fault(name)
+        if not fault and len(self._by_name) >= self._count_max:
+            fault = f"there are {self._count_max} tenants already"
+        if fault:
+            return fault
+        if self._free_numbers:
+            number = self._free_numbers.pop()
+        else:
+            number = len(self._by_number)
+            self._by_number.append(None)
+        tenant = Tenant(name, number)
+        self._by_name[name] = tenant
+        self._by_number[number] = tenant
+        return tenant
+
+    def at(self, number: int) -> Tenant:
+        tenant = self._by_number[number]
+        assert tenant is not None
+        return tenant
+
+    def forget_empty(self) -> None:
+        """Drop tenants that own nothing. Cost: all tenants."""
+        for tenant in [each for each in self._by_name.values() if not each.key_count]:
+            del self._by_name[tenant.name]
+            self._by_number[tenant.number] = None
+            self._free_numbers.append(tenant.number)

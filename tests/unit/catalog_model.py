@@ -1,0 +1,281 @@
+"""What the catalog's tests share: invariants that hold after every step, a small driver that reads
+replies, and (`Model`) the obvious reference: dictionaries, no space, no speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mooncake_py.master.catalog import Catalog
+from mooncake_py.master.commands import (
+    Applied,
+    Command,
+    Exists,
+    Granted,
+    Heartbeat,
+    Locate,
+    Located,
+    Mount,
+    Mounted,
+    Present,
+    PutEnd,
+    PutRevoke,
+    PutStart,
+    Remove,
+    Statuses,
+    Tick,
+)
+from mooncake_py.master.membership import GONE, Segment
+from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK
+from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.state import extent_units
+from mooncake_py.model import EXTENT_ROW, PLACEMENT_ROW, ReplicaPolicy
+
+
+class _Books:
+    """Everything that lives, added up independently of the catalog's own sums."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.state = catalog.state
+        self.claims: dict[int, list[tuple[int, int, str]]] = {}
+        self.used: dict[int, int] = {}
+        self.resting: dict[int, int] = {}
+        self.tenant_bytes: dict[str, int] = {}
+        self.pinned_units = 0
+        self.generations: list[int] = []
+        for segment in self.state.members:
+            self.claims[segment.index] = []
+            self.used[segment.index] = self.resting[segment.index] = 0
+
+    def add_objects(self) -> None:
+        table = self.state.table
+        for slot in table.live():
+            key = table.key[slot]
+            assert key is not None
+            tenant = self.state.tenants.at(table.tenant[slot])
+            assert tenant.complete[key] == slot, f"{key!r} is not indexed"
+            places = table.places(slot)
+            nodes = {self.state.members.at(place >> PLACE_BITS).node for place in places}
+            assert len(nodes) == len(places), f"{key!r} is twice on a node"
+            self.generations.append(table.generation[slot])
+            pinned = bool(table.flags[slot] & HARD_PIN)
+            self._own(tenant.name, places, table.length[slot], f"object {key!r}", pinned)
+
+    def add_grants(self) -> None:
+        watched = {
+            (tenant.name, key, generation)
+            for _, _, tenant, keys, first in self.state._expiries
+            for generation, key in enumerate(keys, first)
+        }
+        for tenant in self.state.tenants:
+            for key, grant in tenant.writing.items():
+                assert (tenant.name, key, grant.generation) in watched, "a grant without an end"
+                self.generations.append(grant.generation)
+                pinned = grant.put.hard_pin
+                self._own(tenant.name, grant.places, grant.length, f"grant {key!r}", pinned)
+
+    def add_resting(self) -> None:
+        for _, segment_id, start, units in self.state.resting:
+            segment = self.state.members.by_id.get(segment_id)
+            if segment is not None:
+                self.claims[segment.index].append((start, units, "resting"))
+                self.resting[segment.index] += units
+
+    def _own(
+        self, tenant: str, places: tuple[int, ...], length: int, what: str, pinned: bool
+    ) -> None:
+        units = extent_units(length)
+        for place in places:
+            self.claims[place >> PLACE_BITS].append((place & PLACE_MASK, units, what))
+            self.used[place >> PLACE_BITS] += units
+            self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + units * 64
+            self.pinned_units += units * pinned
+
+    def check(self) -> None:
+        state = self.state
+        assert self.pinned_units == state.hard_pinned_units
+        assert len(set(self.generations)) == len(self.generations), "a generation lives twice"
+        assert all(each < state.next_generation for each in self.generations)
+        assert state.next_generation <= state.generation_mark
+        for tenant in state.tenants:
+            assert tenant.used_bytes == self.tenant_bytes.get(tenant.name, 0), "tenant's bytes"
+        assert len(state.table) == sum(len(each.complete) for each in state.tenants)
+        for segment in state.members:
+            if segment.state != GONE:
+                self._check_segment(segment)
+
+    def _check_segment(self, segment: Segment) -> None:
+        assert segment.used_units == self.used[segment.index], f"used of {segment.node}"
+        assert segment.resting_units == self.resting[segment.index], f"resting of {segment.node}"
+        holes = [(start, units, "hole") for start, units in segment.allocator.holes()]
+        position = 0
+        for start, units, what in sorted(self.claims[segment.index] + holes):
+            assert start == position, f"{what} at {start} of {segment.node}, expected {position}"
+            position = start + units
+        assert position == segment.allocator.units
+        assert segment.allocator.free == sum(units for _, units, _ in holes)
+
+
+def check_invariants(catalog: Catalog) -> None:
+    """No extent belongs to two things, books equal what lives, every grant has an end."""
+    books = _Books(catalog)
+    books.add_objects()
+    books.add_grants()
+    books.add_resting()
+    books.check()
+
+
+@dataclass
+class Driver:
+    """A catalog with a clock, and replies in plain form."""
+
+    settings: CatalogSettings = field(default_factory=CatalogSettings)
+    now_ms: int = 1_000_000
+    log: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.catalog = Catalog(self.settings)
+        self.random = 1
+
+    def apply(self, command: Command) -> Applied:
+        applied = self.catalog.apply(command, self.now_ms)
+        self.log += applied.records
+        return applied
+
+    def mount(self, node: str, nbytes: int, incarnation: int = 1, host_id: str = "") -> int:
+        command = Mount(node, incarnation, f"{node}:{incarnation}", 1, nbytes, host_id or node)
+        reply = self.apply(command).reply
+        assert isinstance(reply, Mounted), reply
+        return reply.segment_id
+
+    def start(self, keys: list[bytes], length: int = 4096, **options: object) -> Granted:
+        self.random += 1
+        policy = ReplicaPolicy(**options)  # type: ignore[arg-type]
+        command = PutStart(
+            "t", keys, [length] * len(keys), bytes(16 * len(keys)), policy, random=self.random
+        )
+        reply = self.apply(command).reply
+        assert isinstance(reply, Granted), reply
+        return reply
+
+    def end(self, keys: list[bytes], generations: list[int], **options: object) -> list[int]:
+        reply = self.apply(PutEnd("t", keys, generations, **options)).reply  # type: ignore[arg-type]
+        assert isinstance(reply, Statuses), reply
+        return list(reply.status)
+
+    def put(self, keys: list[bytes], length: int = 4096, **options: object) -> list[int]:
+        """Statuses of start, then end where start was granted."""
+        granted = self.start(keys, length, **options)
+        going = [i for i, code in enumerate(granted.status) if code == 0]
+        ends = self.end([keys[i] for i in going], [granted.generations[i] for i in going])
+        status = list(granted.status)
+        for i, code in zip(going, ends, strict=True):
+            status[i] = code
+        return status
+
+    def revoke(self, keys: list[bytes], generations: list[int]) -> list[int]:
+        reply = self.apply(PutRevoke("t", keys, generations)).reply
+        assert isinstance(reply, Statuses)
+        return list(reply.status)
+
+    def exists(self, keys: list[bytes]) -> list[int]:
+        reply = self.apply(Exists("t", keys)).reply
+        assert isinstance(reply, Present)
+        return list(reply.present)
+
+    def locate(self, keys: list[bytes], **options: object) -> Located:
+        reply = self.apply(Locate("t", keys, **options)).reply  # type: ignore[arg-type]
+        assert isinstance(reply, Located)
+        return reply
+
+    def remove(self, keys: list[bytes], **options: object) -> Statuses:
+        reply = self.apply(Remove("t", keys, **options)).reply  # type: ignore[arg-type]
+        assert isinstance(reply, Statuses)
+        return reply
+
+    def beat(self, *nodes: tuple[str, int, int]) -> None:
+        for node, incarnation, segment_id in nodes:
+            self.apply(Heartbeat(node, incarnation, segment_id))
+
+    def beat_all(self) -> None:
+        for segment in list(self.catalog.state.members):
+            if segment.state != GONE:
+                self.apply(Heartbeat(segment.node, segment.incarnation, segment.segment_id))
+
+    def pass_time(self, ms: int, alive: bool = True) -> None:
+        """Move the clock in ticks; with `alive` every node keeps sending heartbeats."""
+        end = self.now_ms + ms
+        while self.now_ms < end:
+            self.now_ms = min(end, self.now_ms + self.settings.tick_ms)
+            if alive:
+                self.beat_all()
+            self.apply(Tick())
+
+    def used_bytes(self) -> int:
+        return sum(each.used_units * 64 for each in self.catalog.state.members)
+
+
+def grant_rows(granted: Granted) -> list[tuple[int, int, int, int, int]]:
+    """(key index, segment id, offset, length, generation) of every replica."""
+    found = []
+    for segment_id, rows in zip(granted.segment_ids, granted.rows, strict=True):
+        for index, _, offset, length, generation, _, _, _ in EXTENT_ROW.iter_unpack(rows):
+            found.append((index, segment_id, offset, length, generation))
+    return sorted(found)
+
+
+def place_rows(located: Located) -> list[tuple[int, int, int, int, int]]:
+    """(key index, segment id, offset, length, generation) of every replica."""
+    return [
+        (index, located.segment_ids[entry], offset, length, generation)
+        for index, entry, offset, length, generation in PLACEMENT_ROW.iter_unpack(
+            located.placements
+        )
+    ]
+
+
+def picture(catalog: Catalog) -> dict[str, object]:
+    """What a restart must keep, in comparable form."""
+    state = catalog.state
+    table, members = state.table, state.members
+
+    def extents(places: tuple[int, ...]) -> list[tuple[int, int]]:
+        found = []
+        for place in places:
+            segment = members.at(place >> PLACE_BITS)
+            if segment.state != GONE:
+                found.append((segment.segment_id, place & PLACE_MASK))
+        return sorted(found)
+
+    objects = {
+        (
+            state.tenants.at(table.tenant[slot]).name,
+            table.key[slot],
+            table.generation[slot],
+            table.length[slot],
+            table.soft_pins.get(slot, 0),
+            table.ttls.get(slot, 0),
+            table.flags[slot] & HARD_PIN,
+        ): extents(table.places(slot))
+        for slot in table.live()
+    }
+    grants = {
+        (tenant.name, key, grant.generation, grant.length, grant.expires_ms, grant.put): extents(
+            grant.places
+        )
+        for tenant in state.tenants
+        for key, grant in tenant.writing.items()
+    }
+    return {
+        "objects": {what: where for what, where in objects.items() if where},
+        "grants": grants,
+        "segments": {
+            (each.segment_id, each.node, each.incarnation, each.address, each.nbytes)
+            for each in members
+            if each.state != GONE
+        },
+        "resting": sorted(
+            entry
+            for entry in state.resting
+            if (segment := members.by_id.get(entry[1])) is not None and segment.state != GONE
+        ),
+    }
