@@ -17,7 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "native"
 
 # header -> folder of native/src that defines it (None: it declares constants only)
-_ABI: dict[str, str | None] = {"constants.h": None, "memory.h": "memory", "engine.h": "engine"}
+_ABI: dict[str, str | None] = {
+    "constants.h": None,
+    "memory.h": "memory",
+    "segment.h": "memory",
+    "engine.h": "engine",
+}
 
 
 def sources() -> list[Path]:

@@ -72,7 +72,8 @@ typedef struct mc_slice {
     uint64_t local;          /* address in this process */
     uint64_t length;
     uint32_t flags;          /* MC_SLICE_CRC: compute crc; MC_SLICE_FENCE: begin only after every
-                                earlier slice of the batch has completed */
+                                earlier slice of the batch has completed,
+                                and no later slice begins before it */
     uint32_t crc;            /* out, crc32c of the bytes moved, with MC_SLICE_CRC */
     int32_t status;          /* out; valid once the batch is done */
     uint32_t reserved;

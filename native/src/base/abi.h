@@ -7,4 +7,5 @@ extern "C" {
 #include "abi/constants.h"
 #include "abi/engine.h"
 #include "abi/memory.h"
+#include "abi/segment.h"
 }
