@@ -1,0 +1,72 @@
+"""Messages between clients and nodes (proto/mooncake/v1/node.proto) as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from mooncake_py.errors import UsageError
+from mooncake_py.wire.v1 import node_pb2
+
+PULL_KIND: int = node_pb2.NODE_PULL
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """Copy values into granted extents. `rows` and `mac` are the master's grant, unchanged;
+    `sources` is one little-endian u64 a row, an offset in `region` of the sender or, when
+    `region` is 0, in `inline_values`."""
+
+    segment_id: int
+    rows: bytes
+    mac: bytes
+    region: int
+    sources: bytes
+    inline_values: bytes
+    timeout_ms: int
+
+    def encode(self) -> bytes:
+        return node_pb2.PullRequest(
+            segment_id=self.segment_id,
+            rows=self.rows,
+            mac=self.mac,
+            region=self.region,
+            sources=self.sources,
+            inline_values=self.inline_values,
+            timeout_ms=self.timeout_ms,
+        ).SerializeToString()
+
+    @staticmethod
+    def decode(payload: bytes) -> PullRequest:
+        """Raises UsageError for bytes that are no PullRequest."""
+        try:
+            m = node_pb2.PullRequest.FromString(payload)
+        except DecodeError as error:
+            raise UsageError(f"the pull request cannot be parsed: {error}") from None
+        return PullRequest(
+            m.segment_id, m.rows, m.mac, m.region, m.sources, m.inline_values, m.timeout_ms
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PullReply:
+    """`code` 0: `status` has one byte a row. Else the request as a whole was refused."""
+
+    code: int = 0
+    cause: str = ""
+    status: bytes = b""
+
+    def encode(self) -> bytes:
+        return node_pb2.PullReply(
+            code=self.code, cause=self.cause, status=self.status
+        ).SerializeToString()
+
+    @staticmethod
+    def decode(payload: bytes) -> PullReply:
+        """Raises UsageError for bytes that are no PullReply."""
+        try:
+            m = node_pb2.PullReply.FromString(payload)
+        except DecodeError as error:
+            raise UsageError(f"the pull reply cannot be parsed: {error}") from None
+        return PullReply(m.code, m.cause, m.status)
