@@ -16,15 +16,20 @@ _WORD_BYTES = 8
 Bytes = npt.NDArray[np.uint8]
 
 
+def check_page_bytes(page_bytes: int) -> None:
+    """UsageError unless pages of that size can be made."""
+    if page_bytes <= 0 or page_bytes % _WORD_BYTES:
+        raise UsageError(
+            f"a page of {page_bytes} bytes cannot be made",
+            remedy="use a positive multiple of 8",
+        )
+
+
 class Pages:
     """Makes and checks pages of `page_bytes`, a multiple of 8. Not thread-safe (scratch page)."""
 
     def __init__(self, page_bytes: int, seed: int = 1) -> None:
-        if page_bytes <= 0 or page_bytes % _WORD_BYTES:
-            raise UsageError(
-                f"a page of {page_bytes} bytes cannot be made",
-                remedy="use a positive multiple of 8",
-            )
+        check_page_bytes(page_bytes)
         words = page_bytes // _WORD_BYTES
         generator = np.random.default_rng(seed)
         self._table = generator.integers(0, 1 << 64, words, dtype=np.uint64)

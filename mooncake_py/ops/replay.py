@@ -21,6 +21,7 @@ from mooncake_py.errors import ClusterError, UsageError
 from mooncake_py.ops.child import Child
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 from mooncake_py.ops.ideal import clairvoyant_hits, lru_hits
+from mooncake_py.ops.pages import check_page_bytes
 from mooncake_py.ops.report import Ideal, Report
 from mooncake_py.ops.session import Tally
 from mooncake_py.ops.status import cluster_status
@@ -45,6 +46,7 @@ class ReplayOptions:
     timeout_ms: int = 10_000  # of a call
 
     def __post_init__(self) -> None:
+        check_page_bytes(self.page_bytes)
         if self.requests_max < 1 or self.node_count < 1:
             raise UsageError("a replay has at least one request and one node")
         if self.capacity_bytes < self.node_count * self.page_bytes:

@@ -5,11 +5,15 @@ A test that kills or stops one of them takes `fresh_cluster`, others share one a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers beside the tests, by name
 
 SEGMENT_BYTES = 64 << 20
 OPTIONS = ClusterOptions(node_count=2, segment_bytes=SEGMENT_BYTES)
