@@ -130,7 +130,7 @@ def as_dict(report: Report) -> dict[str, object]:
         "ideal_clairvoyant_hit_rate": report.ideal.clairvoyant_hits / max(1, report.pages),
         "payload_bytes": report.payload_bytes,
         "master_bytes": report.master_bytes,
-        "evicted_objects": int(report.counters.get("evicted_objects", 0)),
+        "evicted_objects": int(report.counters.get("evictions", 0)),
         "wrong_bytes": report.wrong_bytes,
         "sessions": [session("writer", t) for t in report.written]
         + [session("reader", t) for t in report.read],
@@ -190,7 +190,7 @@ def _summary(report: Report) -> Table:
     table.add_row("  a cache that knows the future", f"{report.ideal.clairvoyant_hits / pages:.2%}")
     table.add_row("object bytes moved", size_text(report.payload_bytes))
     table.add_row("bytes seen by the master", f"{size_text(report.master_bytes)} ({share:.3%})")
-    table.add_row("pages evicted", f"{int(report.counters.get('evicted_objects', 0)):,}")
+    table.add_row("pages evicted", f"{int(report.counters.get('evictions', 0)):,}")
     wrong = f"{report.wrong_bytes:,}"
     table.add_row("wrong bytes", Text(wrong, style="bold red" if report.wrong_bytes else "green"))
     return table

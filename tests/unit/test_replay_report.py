@@ -42,7 +42,7 @@ def report() -> Report:
         ideal=Ideal(100, 42, 50),
         written=[tally(), tally(transport="tcp", hit_pages=20)],
         read=[tally(put_bytes=0, pages=50)],
-        counters={"grpc_received_bytes": 100.0, "lane_sent_bytes": 50.0, "evicted_objects": 7.0},
+        counters={"grpc_received_bytes": 100.0, "lane_sent_bytes": 50.0, "evictions": 7.0},
     )
 
 
