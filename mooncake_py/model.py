@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+RELEASE = "0.1.0"  # equal to the version in pyproject.toml
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
 

@@ -1,0 +1,187 @@
+"""Settings of a process: typed, from one place, with the origin of each value. The only door to
+the process environment.
+
+A settings class is a frozen dataclass whose field names carry their units (`_ms`, `_bytes`,
+`_ratio`, `_count`, `_max` ...). A value comes from the command line, else from the environment
+(`MOONCAKE_<PROCESS>_<FIELD>`), else it is the default of the class; a variable with the prefix of
+the process that names no setting is an error, so that a typing mistake does not run for months.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mooncake_py.errors import UsageError
+
+S = TypeVar("S")
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE = re.compile(r"(\d+)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_DURATION = re.compile(r"(\d+)\s*(ms|s|m|h)?", re.IGNORECASE)
+_MILLISECONDS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000}
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class MasterSettings:
+    """The master process around the catalog (whose own settings are `CatalogSettings`)."""
+
+    listen: str = "127.0.0.1:50051"  # of the gRPC API; port 0: any free one
+    lane_listen: str = "auto"  # of the hot lane; auto: any port of the same host; off: none
+    advertise: str = ""  # host that others reach this one by; "": the host they dialled
+    metadata: str = ""  # file, folder, or "memory"; "": a file of this user, named by the port
+    metrics_listen: str = "off"  # of /metrics and /health; off: none
+    log_level: str = "info"
+    queue_calls_max: int = 1_024  # waiting calls; beyond it the answer is Backpressure
+    queue_bytes_max: int = 64 << 20  # of waiting requests
+    urgent_calls_max: int = 256  # waiting heartbeats, mounts, status calls; a queue of their own
+    message_bytes_max: int = 32 << 20  # longest request accepted
+    call_ms_max: int = 30_000  # a call without a deadline of its own gets this one
+    commit_bytes_max: int = 64 << 20  # records waiting for the disk; beyond it: Backpressure
+    commit_retry_ms: int = 500  # between attempts while the metadata store refuses writes
+    snapshot_record_bytes: int = 64 << 20  # records after which the catalog is written anew
+    stop_ms: int = 3_000  # what a clean stop may take
+
+    def validate(self) -> None:
+        """UsageError: a value is out of bounds, or two contradict each other."""
+        if self.log_level not in LOG_LEVELS:
+            raise UsageError(f"log_level is one of {', '.join(LOG_LEVELS)}", got=self.log_level)
+        for name in ("queue_calls_max", "urgent_calls_max", "commit_retry_ms", "stop_ms"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1")
+        if self.message_bytes_max > self.queue_bytes_max:
+            raise UsageError("settings contradict: message_bytes_max exceeds queue_bytes_max")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One value and where it came from."""
+
+    name: str
+    value: object
+    source: str  # "option", "environment", "default"
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value} ({self.source})"
+
+
+def size_bytes(text: str) -> int:
+    """`4096`, `64KiB`, `512M`, `4g`: a whole number and a binary unit. UsageError else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is no size", remedy="write it like 512MiB, 4G or 65536")
+    return int(match[1]) * _UNITS[match[2].lower()]
+
+
+def duration_ms(text: str) -> int:
+    """`250`, `250ms`, `5s`, `2m`, `1h` in milliseconds. UsageError else."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is no duration", remedy="write it like 250ms, 5s or 250")
+    return int(match[1]) * _MILLISECONDS[(match[2] or "ms").lower()]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host (without brackets) and port of `host:port`, `1.2.3.4:port` or `[v6]:port`.
+
+    UsageError: neither. The host may be empty (`:port`).
+    """
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise UsageError(f"{address!r} is no address", remedy="write it as HOST:PORT")
+    if bare == host and ":" in host:
+        raise UsageError(f"{address!r} is no address", remedy="write IPv6 as [HOST]:PORT")
+    if re.search(r"[\s/\[\]]", bare):
+        raise UsageError(f"{address!r} is no address", remedy="write it as HOST:PORT")
+    return bare, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve(
+    kind: type[S],
+    process: str,
+    options: Mapping[str, object],
+    environ: Mapping[str, str] | None = None,
+) -> tuple[S, list[Origin]]:
+    """Values of the settings class `kind`, and where each came from.
+
+    `options`: what the command line gave, by field name; None and missing names were not given.
+    Texts are read by the field's type and unit. Calls `kind.validate()`. UsageError: a value
+    cannot be read, or the settings contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    origins = []
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # S is a dataclass
+        variable = variable_of(process, field.name)
+        source = "default"
+        value: Any = field.default
+        if options.get(field.name) is not None:
+            source, value = "option", options[field.name]
+        elif variable in environ:
+            source, value = "environment", environ[variable]
+        if isinstance(value, str):
+            value = _read(field.name, type(field.default), value)
+        values[field.name] = value
+        origins.append(Origin(field.name, value, source))
+    settings = kind(**values)
+    settings.validate()  # type: ignore[attr-defined]  # every settings class has it
+    return settings, origins
+
+
+def variable_of(process: str, name: str) -> str:
+    return f"MOONCAKE_{process.upper()}_{name.upper()}"
+
+
+def refuse_unknown(
+    process: str, known: list[str], environ: Mapping[str, str] | None = None
+) -> None:
+    """UsageError: a variable with this process's prefix names no setting."""
+    environ = os.environ if environ is None else environ
+    names = {variable_of(process, name) for name in known}
+    prefix = variable_of(process, "")
+    for variable in environ:
+        if variable.startswith(prefix) and variable not in names:
+            raise UsageError(
+                f"the environment variable {variable} names no setting",
+                remedy=f"unset it; mooncake-{process} --help tells how to list the settings",
+            )
+
+
+def state_folder(environ: Mapping[str, str] | None = None) -> str:
+    """Where this user's daemons keep what must outlive them."""
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local/state")
+    return os.path.join(base, "mooncake")
+
+
+def silence_grpc_core() -> None:
+    """gRPC's native core prints its own lines on stderr unless told not to before it is loaded;
+    what they say arrives here as exceptions. A value that the user set is left alone."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def _read(name: str, kind: type, text: str) -> Any:
+    try:
+        if kind is bool:
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
+                text.strip().lower()
+            ]
+        if kind is int and ("bytes" in name.split("_")):
+            return size_bytes(text)
+        if kind is int and ("ms" in name.split("_")):
+            return duration_ms(text)
+        return kind(text)
+    except (ValueError, KeyError) as error:
+        what = error.cause if isinstance(error, UsageError) else f"{text!r} is no {kind.__name__}"
+        raise UsageError(f"{name}: {what}") from None
