@@ -1,0 +1,366 @@
+"""Client side of the wire: requests out of plain values, and answers free of protobuf.
+
+Per-key data are numpy arrays over the reply's own bytes (read-only, no copy). Rows refer to a
+table of `Segment`s by index. Answers of a batch that was sent in several calls are joined in
+request order: `key_index` of placements is moved; rows of grants stay as the master signed them,
+and `key_base` is added by whoever reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError, Message
+
+from mooncake_py.errors import InternalError, ObjectNotFound
+from mooncake_py.master import commands as c
+from mooncake_py.model import FAILED_ROW, PROTOCOL_MAJOR, PROTOCOL_MINOR, ReplicaPolicy
+from mooncake_py.wire import status as outcome
+from mooncake_py.wire.lane import Method
+from mooncake_py.wire.rows import EXTENT, PLACEMENT
+from mooncake_py.wire.v1 import master_pb2 as pb
+
+Status = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterInfo:
+    """What the master said of itself. `lane_address`: "" when it offers no lane."""
+
+    release: str
+    cluster_id: str
+    term: int
+    lane_address: str
+    key_max_bytes: int
+    object_max_bytes: int
+    batch_max_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A segment and how to reach the node that owns it."""
+
+    segment_id: int
+    node: str
+    address: str
+    region: int
+    nbytes: int
+    host_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Where complete objects are. `rows`: PLACEMENT, replicas of a key together, keys in order;
+    `segment_index` points into `segments`. With prefix, `status` ends with the first absent key.
+    The lease began when the master answered, so it ends at the latest `lease_ms` after arrival.
+    """
+
+    status: Status
+    segments: Sequence[Segment]
+    rows: npt.NDArray[np.void]
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGrant:
+    """What one node is asked to write. `rows` and `mac` go to it unchanged; row r is about key
+    `key_base + key_index[r]` of the batch."""
+
+    segment: Segment
+    rows: bytes
+    mac: bytes
+    key_base: int
+
+    def table(self) -> npt.NDArray[np.void]:
+        """`rows` as EXTENT."""
+        return np.frombuffer(self.rows, EXTENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Grants:
+    """Reserved extents. `generations`: per key, 0 where `status` is not 0."""
+
+    status: Status
+    generations: npt.NDArray[np.uint64]
+    grants: Sequence[NodeGrant]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """`status`: per key, 0 also for an absent one; empty for remove_all."""
+
+    status: Status
+    removed: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    keys: Sequence[bytes]
+    lengths: npt.NDArray[np.uint64]
+    replicas: npt.NDArray[np.uint32]
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MountedSegment:
+    segment_id: int
+    grant_secret: bytes
+    master_now_ms: int
+    heartbeat_ms: int
+    lane_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Answer to a heartbeat. `known` is False when the master asks for a new mount; `unseal`:
+    EXTENT rows whose extents the node unseals."""
+
+    known: bool
+    master_now_ms: int
+    unseal: npt.NDArray[np.void]
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+def connect_request(release: str, role: str) -> Message:
+    return pb.ConnectRequest(
+        protocol_major=PROTOCOL_MAJOR, protocol_minor=PROTOCOL_MINOR, release=release, role=role
+    )
+
+
+def exists_request(tenant: str, keys: Sequence[bytes], prefix: bool) -> Message:
+    return pb.ExistsRequest(tenant=tenant, keys=keys, prefix=prefix)
+
+
+def locate_request(tenant: str, keys: Sequence[bytes], prefix: bool, lease_ms: int) -> Message:
+    return pb.LocateRequest(tenant=tenant, keys=keys, prefix=prefix, lease_ms=lease_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class PutAsk:
+    """What is the same for every key of a put."""
+
+    tenant: str
+    policy: ReplicaPolicy
+    host_id: str
+
+
+def put_start_request(
+    ask: PutAsk, keys: Sequence[bytes], lengths: Sequence[int], groups: Sequence[int]
+) -> Message:
+    policy = ask.policy
+    return pb.PutStartRequest(
+        tenant=ask.tenant,
+        keys=keys,
+        lengths=lengths,
+        replica_count=policy.replica_count,
+        strict=policy.strict,
+        preferred_nodes=policy.preferred_nodes,
+        host_id=ask.host_id,
+        soft_pin_ms=policy.soft_pin_ms,
+        hard_pin=policy.hard_pin,
+        ttl_ms=policy.ttl_ms,
+        group=groups,
+    )
+
+
+def put_end_request(
+    tenant: str,
+    keys: Sequence[bytes],
+    generations: Sequence[int],
+    failed: Sequence[tuple[int, int]],
+) -> Message:
+    rows = b"".join(FAILED_ROW.pack(key, 0, segment) for key, segment in failed)
+    return pb.PutEndRequest(tenant=tenant, keys=keys, generations=generations, failed=rows)
+
+
+def put_revoke_request(tenant: str, keys: Sequence[bytes], generations: Sequence[int]) -> Message:
+    return pb.PutRevokeRequest(tenant=tenant, keys=keys, generations=generations)
+
+
+def remove_request(tenant: str, keys: Sequence[bytes], force: bool) -> Message:
+    return pb.RemoveRequest(tenant=tenant, keys=keys, force=force)
+
+
+def remove_all_request(tenant: str, prefix: bytes, force: bool) -> Message:
+    return pb.RemoveRequest(tenant=tenant, prefix=prefix, force=force, all=True)
+
+
+def list_request(tenant: str, prefix: bytes, after: bytes, limit: int) -> Message:
+    return pb.ListRequest(tenant=tenant, prefix=prefix, after=after, limit=limit)
+
+
+def report_request(report: c.Report) -> Message:
+    return pb.ReportRequest(
+        tenant=report.tenant,
+        keys=report.keys,
+        generations=report.generations,
+        segment_ids=report.segment_ids,
+        codes=report.codes,
+    )
+
+
+def mount_request(mount: c.Mount) -> Message:
+    return pb.MountRequest(
+        node=mount.node,
+        incarnation=mount.incarnation,
+        address=mount.address,
+        region=mount.region,
+        nbytes=mount.nbytes,
+        host_id=mount.host_id,
+        segment_id=mount.segment_id,
+        protocol_major=PROTOCOL_MAJOR,
+        protocol_minor=PROTOCOL_MINOR,
+    )
+
+
+def heartbeat_request(beat: c.Heartbeat) -> Message:
+    return pb.HeartbeatRequest(
+        node=beat.node,
+        incarnation=beat.incarnation,
+        segment_id=beat.segment_id,
+        draining=beat.draining,
+        used_bytes=beat.used_bytes,
+    )
+
+
+def unmount_request(unmount: c.Unmount) -> Message:
+    return pb.UnmountRequest(
+        node=unmount.node, incarnation=unmount.incarnation, segment_id=unmount.segment_id
+    )
+
+
+def status_request() -> Message:
+    return pb.StatusRequest()
+
+
+# --- replies ------------------------------------------------------------------------------------
+
+
+def parse(method: Method, payload: bytes) -> Any:
+    """The reply message. InternalError: these bytes are not one."""
+    try:
+        return method.reply.FromString(payload)
+    except DecodeError:
+        raise InternalError(f"{method.name}: the answer is not a {method.reply.__name__}") from None
+
+
+def check(method: Method, reply: Any, **context: object) -> None:
+    """Raise what the call as a whole was refused with."""
+    outcome.check(reply.outcome, call=method.name, **context)
+
+
+def term_of(reply: Any) -> int:
+    return cast(int, reply.outcome.term)
+
+
+def cluster(reply: pb.ConnectReply) -> ClusterInfo:
+    return ClusterInfo(
+        reply.release, reply.cluster_id, reply.outcome.term, reply.lane_address,
+        reply.key_max_bytes, reply.object_max_bytes, reply.batch_max_keys,
+    )  # fmt: skip
+
+
+def _status(raw: bytes) -> Status:
+    return np.frombuffer(raw, np.uint8)
+
+
+def join_status(parts: Sequence[bytes]) -> Status:
+    return _status(parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+def _segment(message: pb.Segment) -> Segment:
+    return Segment(
+        message.segment_id, message.node, message.address, message.region, message.nbytes,
+        message.host_id, message.incarnation,
+    )  # fmt: skip
+
+
+def placements(replies: Sequence[tuple[int, pb.LocateReply]]) -> Placements:
+    """Join (first key's index, reply) pairs."""
+    segments: list[Segment] = []
+    tables = []
+    for base, reply in replies:
+        rows = np.frombuffer(reply.placements, PLACEMENT)
+        if base or segments:
+            rows = rows.copy()
+            rows["key_index"] += base
+            rows["segment_index"] += len(segments)
+        segments += map(_segment, reply.segments)
+        tables.append(rows)
+    return Placements(
+        join_status([reply.status for _, reply in replies]),
+        segments,
+        tables[0] if len(tables) == 1 else np.concatenate(tables),
+        min(reply.lease_ms for _, reply in replies),
+    )
+
+
+def grants(replies: Sequence[tuple[int, pb.PutStartReply]]) -> Grants:
+    """Join (first key's index, reply) pairs."""
+    found = []
+    for base, reply in replies:
+        segments = [_segment(message) for message in reply.segments]
+        found += [
+            NodeGrant(segments[grant.segment_index], grant.rows, grant.mac, base)
+            for grant in reply.grants
+        ]
+    generations = [np.array(reply.generations, np.uint64) for _, reply in replies]
+    return Grants(
+        join_status([reply.status for _, reply in replies]), np.concatenate(generations), found
+    )
+
+
+def removed(replies: Sequence[pb.RemoveReply]) -> Removed:
+    return Removed(
+        join_status([reply.status for reply in replies]),
+        sum(reply.removed for reply in replies),
+        sum(reply.kept for reply in replies),
+    )
+
+
+def listing(reply: pb.ListReply) -> Listing:
+    return Listing(
+        list(reply.keys),
+        np.array(reply.lengths, np.uint64),
+        np.array(reply.replicas, np.uint32),
+        reply.more,
+    )
+
+
+def mounted(reply: pb.MountReply) -> MountedSegment:
+    return MountedSegment(
+        reply.segment_id, reply.grant_secret, reply.master_now_ms, reply.heartbeat_ms,
+        reply.lane_address,
+    )  # fmt: skip
+
+
+def beat(reply: pb.HeartbeatReply) -> Beat:
+    """Unlike other calls, "unknown here" is an answer and not an error."""
+    known = reply.outcome.code != ObjectNotFound.code
+    if known:
+        outcome.check(reply.outcome, call="Heartbeat")
+    return Beat(known, reply.master_now_ms, np.frombuffer(reply.unseal, EXTENT))
+
+
+def status_info(reply: pb.StatusReply) -> c.StatusInfo:
+    segments = [
+        c.SegmentInfo(
+            s.segment_id, s.node, s.incarnation, s.address, s.region, s.nbytes, s.host_id,
+            used_bytes, state,
+        )
+        for s, used_bytes, state in zip(
+            reply.segments, reply.segment_used_bytes, reply.segment_states, strict=True
+        )
+    ]  # fmt: skip
+    return c.StatusInfo(
+        reply.objects, reply.used_bytes, reply.capacity_bytes, segments,
+        {counter.name: counter.value for counter in reply.counters},
+    )  # fmt: skip

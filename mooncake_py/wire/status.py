@@ -1,0 +1,27 @@
+"""How a call as a whole ended: `Outcome` of every reply, to and from the error tree."""
+
+from __future__ import annotations
+
+from mooncake_py.errors import OK, InternalError, MooncakeError, error_of
+from mooncake_py.wire.lane import Method
+from mooncake_py.wire.v1 import master_pb2 as pb
+
+
+def refusal(method: Method, error: MooncakeError, term: int) -> bytes:
+    """The reply of a call that is refused as a whole."""
+    outcome = pb.Outcome(code=error.code, cause=error.cause, term=term)
+    return method.reply(outcome=outcome).SerializeToString()
+
+
+def check(outcome: pb.Outcome, **context: object) -> None:
+    """Raise what the master refused the call with."""
+    if outcome.code == OK:
+        return
+    if outcome.leader:
+        context["leader"] = outcome.leader
+    raise error_of(outcome.code, outcome.cause, **context)
+
+
+def broken(method: Method, cause: str) -> InternalError:
+    """The other side sent something that is no message of ours."""
+    return InternalError(f"{method.name}: {cause}")
