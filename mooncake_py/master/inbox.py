@@ -1,0 +1,96 @@
+"""Where calls wait for the owner of the catalog: bounded, and liveness first.
+
+Sizes: at most `queue_calls_max` calls and `queue_bytes_max` bytes of data calls, and
+`urgent_calls_max` small calls beside them, so the memory of all waiting requests is bounded by
+queue_bytes_max + urgent_calls_max * (a few hundred bytes).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mooncake_py.wire.lane import Method
+
+GRPC = "grpc"
+LANE = "lane"
+DOORS = (GRPC, LANE)
+
+
+class Call:
+    """One call from one door. `reply` may be called by any thread, once."""
+
+    __slots__ = ("door", "expires_ms", "method", "payload", "reply")
+
+    def __init__(
+        self,
+        method: Method,
+        payload: bytes,
+        reply: Callable[[bytes], None],
+        expires_ms: int,
+        door: str,
+    ) -> None:
+        self.method = method
+        self.payload = payload
+        self.reply = reply
+        self.expires_ms = expires_ms
+        self.door = door
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes of the queues, and times of the threads."""
+
+    queue_calls_max: int
+    queue_bytes_max: int
+    urgent_calls_max: int
+    commit_bytes_max: int
+    commit_retry_ms: int
+    snapshot_record_bytes: int
+    tick_ms: int
+    heartbeat_ms: int
+
+
+class Inbox:
+    """Calls that wait for the owner, bounded; urgent ones first. Thread-safe."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._urgent: deque[Call] = deque()
+        self._normal: deque[Call] = deque()
+        self._nbytes = 0
+
+    def put(self, call: Call) -> bool:
+        """False: full."""
+        limits = self._limits
+        with self._lock:
+            if call.method.urgent:
+                if len(self._urgent) >= limits.urgent_calls_max:
+                    return False
+                self._urgent.append(call)
+                return True
+            if (
+                len(self._normal) >= limits.queue_calls_max
+                or self._nbytes + len(call.payload) > limits.queue_bytes_max
+            ):
+                return False
+            self._normal.append(call)
+            self._nbytes += len(call.payload)
+            return True
+
+    def take(self) -> Call | None:
+        with self._lock:
+            if self._urgent:
+                return self._urgent.popleft()
+            if not self._normal:
+                return None
+            call = self._normal.popleft()
+            self._nbytes -= len(call.payload)
+            return call
+
+    def depth(self) -> tuple[int, int]:
+        """Waiting (urgent, normal) calls."""
+        return len(self._urgent), len(self._normal)

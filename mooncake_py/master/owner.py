@@ -1,0 +1,217 @@
+"""The master's threads behind its doors: one owns the catalog, one writes records.
+
+    gRPC loop ──submit──▶ Inbox ──▶ owner thread ──▶ Catalog.apply
+    hot lane  ──receive─────┘           │ records, replies that wait for them
+                                        ▼
+                                   writer thread ──▶ MetadataStore.append (group commit)
+
+Rules:
+* Only the owner thread touches the `Service` and its catalog. It waits at the lane when there is
+  one and at a bell when there is none; `wake` interrupts both.
+* Every queue is bounded, in calls and in bytes. A call that finds it full is answered
+  `Backpressure` by whoever brought it, at once. Calls about liveness (`Method.urgent`) have a queue
+  of their own which is emptied first, so that heartbeats and status never wait behind data work.
+* A call whose deadline has passed while it waited is dropped: its caller has gone.
+* Replies marked durable-first leave from the writer thread after the commit. While the store
+  refuses writes, calls that change the catalog are refused with its words; what is already in the
+  catalog stays queued and is written, in order, once the store accepts writes again.
+* An owner that was itself stopped for a while does not judge nodes by their silence: the heartbeats
+  may lie in its own queues. It waits two heartbeat periods before the next tick.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from mooncake_py.clock import Clock
+from mooncake_py.errors import Backpressure
+from mooncake_py.master.inbox import DOORS, Call, Inbox, Limits
+from mooncake_py.master.service import Answer, Service
+from mooncake_py.master.writer import Writer
+from mooncake_py.metrics import Metrics
+from mooncake_py.wire.lane import METHODS
+
+log = logging.getLogger(__name__)
+
+LANE_BURST = 64  # messages taken from the lane between two served calls
+STALLED_MS = 2_000  # an owner that has not come round for this long makes the process unhealthy
+
+
+class Source(Protocol):
+    """Where the owner waits: the hot lane, or a bell when there is no lane."""
+
+    def receive(self, timeout_ms: int) -> Call | None:
+        """The next call that came this way; None after the timeout or a `wake`."""
+
+    def wake(self) -> None:
+        """End the waiting of a `receive`, or the next one. Any thread."""
+
+
+class Bell:
+    """A `Source` that brings nothing and only wakes."""
+
+    def __init__(self) -> None:
+        self._rings: SimpleQueue[None] = SimpleQueue()
+
+    def receive(self, timeout_ms: int) -> Call | None:
+        with suppress(Empty):
+            self._rings.get(block=timeout_ms > 0, timeout=timeout_ms / 1000)
+        return None
+
+    def wake(self) -> None:
+        self._rings.put(None)
+
+
+class Owner:
+    """The owner thread. `submit` is for any thread; `start` and `stop` for the process."""
+
+    def __init__(
+        self, service: Service, writer: Writer, source: Source, limits: Limits, clock: Clock
+    ) -> None:
+        self._service = service
+        self._writer = writer
+        self._source = source
+        self._limits = limits
+        self._clock = clock
+        self._inbox = Inbox(limits)
+        self._asleep = False
+        self._stopping = False
+        self._round_ms = clock.now_ms()
+        self._next_tick_ms = self._round_ms
+        self._record_nbytes = 0
+        self._thread = threading.Thread(target=self._run, name="mooncake-owner", daemon=True)
+
+    def count(self, metrics: Metrics) -> None:
+        """Make the cells. Before `start`."""
+        self._calls = {
+            (door, method.number): metrics.counter(
+                "calls_total", "Calls served", door=door, method=method.name
+            )
+            for door in DOORS
+            for method in METHODS
+        }
+        self._failed = {
+            method.number: metrics.counter(
+                "failed_calls_total", "Calls refused as a whole", method=method.name
+            )
+            for method in METHODS
+        }
+        self._busy = metrics.counter("backpressure_total", "Calls answered Backpressure")
+        self._late = metrics.counter("expired_calls_total", "Calls dropped after their deadline")
+        self._snapshots = metrics.counter("catalog_snapshots_total", "Snapshots taken")
+        metrics.source(self._depths)
+
+    def start(self, record_nbytes: int) -> None:
+        """`record_nbytes`: how much the log holds above its snapshot."""
+        self._record_nbytes = record_nbytes
+        self._thread.start()
+
+    def stop(self, timeout_ms: int) -> None:
+        """Answer what waits, then end."""
+        self._stopping = True
+        self._source.wake()
+        self._thread.join(timeout_ms / 1000)
+
+    def submit(self, call: Call) -> None:
+        """Queue a call; it is answered through its `reply`, at once if the queue is full."""
+        if not self._inbox.put(call):
+            self._refuse_busy(call)
+        elif self._asleep:
+            self._source.wake()
+
+    def alive(self) -> bool:
+        """The thread runs and came round lately. Any thread."""
+        idle_ms = self._clock.now_ms() - self._round_ms
+        return self._thread.is_alive() and idle_ms < STALLED_MS + self._limits.tick_ms
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            self._take_from_source(0, LANE_BURST)
+            call = self._inbox.take()
+            if call is not None:
+                self._serve(call)
+            elif self._stopping:
+                return
+            else:
+                self._wait()
+            self._tick_if_due()
+
+    def _wait(self) -> None:
+        """Sleep until a call comes or a tick is due. `asleep` is set before the inbox is looked
+        at once more, so that no call can slip in between unheard."""
+        self._asleep = True
+        if self._inbox.depth() == (0, 0) and not self._stopping:
+            left_ms = self._next_tick_ms - self._clock.now_ms()
+            self._take_from_source(max(1, min(left_ms, self._limits.tick_ms)), 1)
+        self._asleep = False
+
+    def _take_from_source(self, timeout_ms: int, count: int) -> None:
+        for _ in range(count):
+            call = self._source.receive(timeout_ms)
+            if call is None:
+                return
+            if not self._inbox.put(call):
+                self._refuse_busy(call)
+
+    def _serve(self, call: Call) -> None:
+        method = call.method
+        now_ms = self._clock.now_ms()
+        if call.expires_ms <= now_ms:
+            self._late.value += 1
+            return
+        if method.changes and (obstacle := self._writer.obstacle()) is not None:
+            self._failed[method.number].value += 1
+            call.reply(self._service.refuse(method, obstacle))
+            return
+        answer = self._service.handle(method, call.payload, now_ms)
+        self._calls[call.door, method.number].value += 1
+        if answer.code:
+            self._failed[method.number].value += 1
+        self._send(call, answer)
+
+    def _send(self, call: Call, answer: Answer) -> None:
+        if not answer.records:
+            call.reply(answer.payload)
+            return
+        waits = [(call, answer.payload)] if answer.durable_first else []
+        self._record(answer.records, waits)
+        if not waits:
+            call.reply(answer.payload)
+
+    def _record(self, records: Sequence[bytes], replies: list[tuple[Call, bytes]]) -> None:
+        self._writer.commit(records, replies)
+        self._record_nbytes += sum(map(len, records))
+        if self._record_nbytes >= self._limits.snapshot_record_bytes:
+            self._writer.snapshot(self._service.snapshot(self._clock.now_ms()))
+            self._snapshots.value += 1
+            self._record_nbytes = 0
+
+    def _tick_if_due(self) -> None:
+        now_ms = self._clock.now_ms()
+        away_ms, self._round_ms = now_ms - self._round_ms, now_ms
+        if away_ms > self._limits.heartbeat_ms + self._limits.tick_ms:
+            log.warning("this process stood still for %d ms; nodes may report first", away_ms)
+            self._next_tick_ms = now_ms + 2 * self._limits.heartbeat_ms
+        if now_ms < self._next_tick_ms:
+            return
+        self._next_tick_ms = now_ms + self._limits.tick_ms
+        evict_max = None if self._writer.obstacle() is None else 0
+        records = self._service.tick(now_ms, evict_max)
+        if records:
+            self._record(records, [])
+
+    def _refuse_busy(self, call: Call) -> None:
+        self._busy.value += 1
+        busy = Backpressure("the master has as many waiting calls as it accepts")
+        call.reply(self._service.refuse(call.method, busy))
+
+    def _depths(self) -> dict[str, float]:
+        urgent, normal = self._inbox.depth()
+        return {"waiting_urgent_calls": urgent, "waiting_calls": normal}

@@ -1,0 +1,232 @@
+"""What a call of the master does: request bytes in, reply bytes out, records to be kept.
+
+One `Service` is used by one thread, the owner of the catalog (`owner.py`); neither door decides
+anything. It adds to the pure catalog what that must not know: protocol versions, the cluster's
+secret and what is derived from it, random numbers, and the descriptions of segments in replies.
+
+Secrets, all derived from the cluster's one by keyed BLAKE2b, so that a restarted master makes the
+same ones: the grant secret of a segment (known to its node, which checks the macs of grants) and
+the digest secret of a tenant (known to the master only).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+from mooncake_py._native import memory
+from mooncake_py.errors import InternalError, MooncakeError, VersionMismatch, error_of
+from mooncake_py.master import commands as c
+from mooncake_py.master.catalog import Catalog
+from mooncake_py.model import EXTENT_ROW, PROTOCOL_MAJOR, PROTOCOL_MINOR, RELEASE
+from mooncake_py.wire import convert, lane
+from mooncake_py.wire.lane import Method
+from mooncake_py.wire.status import refusal
+
+log = logging.getLogger(__name__)
+
+TENANT_SECRETS_MAX = 1024
+UNSEAL_ROWS_MAX = 65_536  # waiting for one segment's heartbeats; the record outlives a lost one
+UNSEAL_ROWS_PER_BEAT = 4_096
+MAC_BYTES = 16
+
+
+@dataclass(slots=True)
+class Answer:
+    """`payload` is the reply; with `durable_first` it leaves after `records` are durable."""
+
+    payload: bytes
+    code: int = 0
+    records: list[bytes] = field(default_factory=list)
+    durable_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Who this master is, in replies."""
+
+    cluster_id: str
+    secret: bytes
+    term: int
+    heartbeat_ms: int
+
+
+class Service:
+    """Owner thread only."""
+
+    def __init__(self, catalog: Catalog, cluster: Cluster) -> None:
+        self._catalog = catalog
+        self._cluster = cluster
+        self._lane_address = ""
+        self._counters: Callable[[], Mapping[str, float]] = dict
+        self._tenant_secrets: dict[str, bytes] = {}
+        self._segments: dict[int, tuple[c.SegmentInfo, Any]] = {}
+        self._unseal: dict[int, deque[bytes]] = {}
+        self._edge = convert.Edge(self._digests, lambda: secrets.randbits(64))
+        self.version_refusals = 0
+
+    def offer(self, lane_address: str, counters: Callable[[], Mapping[str, float]]) -> None:
+        """Before the first call: the lane's address ("" for none), and the process's counters."""
+        self._lane_address = lane_address
+        self._counters = counters
+
+    def handle(self, method: Method, payload: bytes, now_ms: int) -> Answer:
+        """Answer one call. Never raises: a defect of ours is an answer, too."""
+        try:
+            request = convert.parse(method, payload)
+            if method is lane.CONNECT:
+                return self._connect(request)
+            if method is lane.MOUNT:
+                self._check_version("node", request)
+            command = convert.command(method, request, self._edge)
+            applied = self._catalog.apply(command, now_ms)
+            self._keep(applied.effects)
+            if isinstance(applied.reply, c.Refused):
+                error = error_of(applied.reply.code, applied.reply.cause)
+                return self._refused(method, error, applied.records)
+            return Answer(
+                self._reply(method, command, applied.reply, now_ms),
+                0,
+                applied.records,
+                applied.durable_first,
+            )
+        except MooncakeError as error:
+            return self._refused(method, error)
+        except Exception as error:
+            log.exception("%s failed", method.name)
+            evidence = f"{method.name} failed in the master: {type(error).__name__}: {error}"
+            return self._refused(method, InternalError(evidence))
+
+    def tick(self, now_ms: int, evict_max: int | None = None) -> list[bytes]:
+        """Let time pass in the catalog; its records."""
+        command = c.Tick() if evict_max is None else c.Tick(evict_max)
+        applied = self._catalog.apply(command, now_ms)
+        self._keep(applied.effects)
+        return applied.records
+
+    def snapshot(self, now_ms: int) -> bytes:
+        return self._catalog.snapshot(now_ms)
+
+    def refuse(self, method: Method, error: MooncakeError) -> bytes:
+        """The reply for a call that is not even tried. Any thread."""
+        return refusal(method, error, self._cluster.term)
+
+    def _refused(
+        self, method: Method, error: MooncakeError, records: Sequence[bytes] = ()
+    ) -> Answer:
+        return Answer(self.refuse(method, error), error.code, list(records))
+
+    # --- calls that are not the catalog's -------------------------------------------------------
+
+    def _connect(self, request: Any) -> Answer:
+        self._check_version(request.role or "client", request)
+        cluster = self._cluster
+        return Answer(
+            convert.connected(cluster.term, cluster.cluster_id, RELEASE, self._lane_address)
+        )
+
+    def _check_version(self, role: str, request: Any) -> None:
+        if request.protocol_major != PROTOCOL_MAJOR:
+            self.version_refusals += 1
+            theirs = f"{request.protocol_major}.{request.protocol_minor}"
+            raise VersionMismatch(
+                f"this {role} speaks protocol {theirs}, the master {PROTOCOL_MAJOR}."
+                f"{PROTOCOL_MINOR} (release {RELEASE})"
+            )
+
+    # --- replies --------------------------------------------------------------------------------
+
+    def _reply(self, method: Method, command: c.Command, reply: c.Reply, now_ms: int) -> bytes:
+        """Match on what the catalog answered; in the order of how often it does."""
+        term = self._cluster.term
+        match reply:
+            case c.Present():
+                return convert.present(reply, term)
+            case c.Located():
+                return convert.located(reply, term, self._describe(reply.segment_ids))
+            case c.Granted():
+                pairs = zip(reply.segment_ids, reply.rows, strict=True)
+                macs = [self._mac(segment_id, rows) for segment_id, rows in pairs]
+                return convert.granted(reply, term, self._describe(reply.segment_ids), macs)
+            case c.Statuses():
+                return convert.statuses(method, reply, term)
+            case c.Listed():
+                return convert.listed(reply, term)
+            case c.StatusInfo():
+                return convert.status(reply, term, self._counters())
+            case c.Mounted(segment_id):
+                return convert.mounted(self._terms(segment_id, now_ms), term)
+            case c.Done() if isinstance(command, c.Heartbeat):
+                return convert.beat(term, now_ms, self._to_unseal(command.segment_id))
+            case c.Done():
+                return convert.done(method, term)
+        raise InternalError(f"{method.name}: the catalog answered {type(reply).__name__}")
+
+    def _terms(self, segment_id: int, now_ms: int) -> convert.MountTerms:
+        return convert.MountTerms(
+            segment_id,
+            self.grant_secret(segment_id),
+            now_ms,
+            self._cluster.heartbeat_ms,
+            self._lane_address,
+        )
+
+    def _describe(self, segment_ids: Sequence[int]) -> list[Any]:
+        """Segment messages, made once for as long as the segment stays the same."""
+        messages = []
+        for segment_id in segment_ids:
+            info = self._catalog.segment(segment_id)
+            if info is None:
+                raise InternalError(f"the catalog names segment {segment_id} and does not know it")
+            known = self._segments.get(segment_id)
+            if known is None or known[0].incarnation != info.incarnation:
+                known = self._segments[segment_id] = (info, convert.segment(info))
+            messages.append(known[1])
+        return messages
+
+    # --- effects --------------------------------------------------------------------------------
+
+    def _keep(self, effects: Sequence[c.Effect]) -> None:
+        """Effects wait for the node's next heartbeat. The oldest are dropped beyond a bound: what
+        they say is in the records as well."""
+        for effect in effects:
+            rows = self._unseal.setdefault(effect.segment_id, deque(maxlen=UNSEAL_ROWS_MAX))
+            size = EXTENT_ROW.size
+            rows.extend(effect.rows[at : at + size] for at in range(0, len(effect.rows), size))
+
+    def _to_unseal(self, segment_id: int) -> bytes:
+        rows = self._unseal.get(segment_id)
+        if rows is None:
+            return b""
+        taken = b"".join(islice(rows, UNSEAL_ROWS_PER_BEAT))
+        for _ in range(len(taken) // EXTENT_ROW.size):
+            rows.popleft()
+        if not rows:
+            del self._unseal[segment_id]
+        return taken
+
+    # --- secrets --------------------------------------------------------------------------------
+
+    def grant_secret(self, segment_id: int) -> bytes:
+        name = b"grant" + segment_id.to_bytes(8, "little")
+        return blake2b(name, key=self._cluster.secret, digest_size=32).digest()
+
+    def _mac(self, segment_id: int, rows: bytes) -> bytes:
+        message = segment_id.to_bytes(8, "little") + rows
+        secret = self.grant_secret(segment_id)
+        return blake2b(message, key=secret, digest_size=MAC_BYTES).digest()
+
+    def _digests(self, tenant: str, keys: Sequence[bytes]) -> bytes:
+        secret = self._tenant_secrets.get(tenant)
+        if secret is None:
+            if len(self._tenant_secrets) >= TENANT_SECRETS_MAX:
+                self._tenant_secrets.clear()
+            secret = blake2b(tenant.encode(), key=self._cluster.secret, digest_size=16).digest()
+            self._tenant_secrets[tenant] = secret
+        return memory.digests(keys, secret)

@@ -1,0 +1,174 @@
+"""The thread that makes records durable, and the replies that wait for it.
+
+Group commit: everything that came while one transaction ran goes into the next one, so no call pays
+for a disk's flush of its own. While the store refuses writes, `obstacle` says so (calls that change
+the catalog are refused with it), replies that were waiting are answered with it, and the records
+stay here and are tried again, in order: the catalog has them already, so nothing may overtake them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from mooncake_py.errors import Backpressure, InternalError, MasterUnavailable, MooncakeError
+from mooncake_py.master.inbox import Call, Limits
+from mooncake_py.master.metadata import MetadataStore
+from mooncake_py.metrics import Metrics
+from mooncake_py.wire.lane import Method
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Commit:
+    """Records, and (call, reply) pairs that leave once they are durable."""
+
+    records: Sequence[bytes]
+    replies: list[tuple[Call, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """The catalog with all that was queued before."""
+
+    payload: bytes
+
+
+def _is_commit(entry: _Commit | _Snapshot) -> bool:
+    return isinstance(entry, _Commit)
+
+
+class Writer:
+    """Owns the store from `start` to `close`. `commit` and `snapshot` are for the owner thread,
+    whose order is kept; `refuse` makes the reply of a call that failed."""
+
+    def __init__(
+        self,
+        store: MetadataStore,
+        sequence: int,
+        refuse: Callable[[Method, MooncakeError], bytes],
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
+        self._store = store
+        self._sequence = sequence
+        self._refuse = refuse
+        self._limits = limits
+        self._changed = threading.Condition()
+        self._waiting: list[_Commit | _Snapshot] = []
+        self._waiting_nbytes = 0
+        self._closing = False
+        self._failure: MooncakeError | None = None
+        self._commits = metrics.counter("metadata_commits_total", "Transactions of records")
+        self._records = metrics.counter("metadata_records_total", "Records made durable")
+        self._snapshots = metrics.counter("metadata_snapshots_total", "Snapshots written")
+        self._failures = metrics.counter("metadata_failures_total", "Writes the store refused")
+        self._thread = threading.Thread(target=self._run, name="mooncake-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def obstacle(self) -> MooncakeError | None:
+        """Why nothing that changes the catalog can be accepted now. Any thread."""
+        if self._failure is not None:
+            return self._failure
+        if self._waiting_nbytes > self._limits.commit_bytes_max:
+            return Backpressure("records come faster than the metadata store takes them")
+        return None
+
+    def commit(self, records: Sequence[bytes], replies: list[tuple[Call, bytes]]) -> None:
+        self._queue(_Commit(records, replies), sum(map(len, records)))
+
+    def snapshot(self, payload: bytes) -> None:
+        self._queue(_Snapshot(payload), 0)
+
+    def close(self, timeout_ms: int) -> None:
+        """Write what waits (one attempt), close the store. False sense of safety is avoided: what
+        could not be written is logged."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout_ms / 1000)
+        if self._thread.is_alive():
+            log.error("the metadata store is still busy after %d ms", timeout_ms)
+            return
+        self._store.close()
+
+    def _queue(self, entry: _Commit | _Snapshot, nbytes: int) -> None:
+        with self._changed:
+            self._waiting.append(entry)
+            self._waiting_nbytes += nbytes
+            self._changed.notify()
+
+    def _run(self) -> None:
+        backlog: list[_Commit | _Snapshot] = []
+        closing = False
+        while not closing:
+            with self._changed:
+                if not self._waiting and not self._closing:
+                    self._changed.wait(self._limits.commit_retry_ms / 1000 if backlog else None)
+                taken, self._waiting = self._waiting, []
+                closing = self._closing
+            backlog += taken
+            try:
+                self._write(backlog)
+                self._recovered()
+            except MooncakeError as error:
+                self._failed(error, backlog)
+            except Exception as error:
+                log.exception("the writer thread met a defect")
+                self._failed(InternalError(f"writing metadata: {error!r}"), backlog)
+        if backlog:
+            log.error("stopped with %d changes that the metadata store refused", len(backlog))
+
+    def _write(self, backlog: list[_Commit | _Snapshot]) -> None:
+        """Write from the front; what is written leaves the list."""
+        while backlog:
+            head = backlog[0]
+            if isinstance(head, _Snapshot):
+                self._write_snapshot(head)
+                del backlog[0]
+                continue
+            group = [entry for entry in takewhile(_is_commit, backlog)]
+            records = [r for entry in group if isinstance(entry, _Commit) for r in entry.records]
+            if records:
+                self._sequence = self._store.append(records)
+                self._commits.value += 1
+                self._records.value += len(records)
+            del backlog[: len(group)]
+            with self._changed:
+                self._waiting_nbytes -= sum(map(len, records))
+            for entry in group:
+                if isinstance(entry, _Commit):
+                    for call, payload in entry.replies:
+                        call.reply(payload)
+
+    def _write_snapshot(self, snapshot: _Snapshot) -> None:
+        """A snapshot is an economy: when it cannot be written, the records still say it all."""
+        try:
+            self._store.write_snapshot(snapshot.payload, self._sequence)
+            self._snapshots.value += 1
+        except MooncakeError as error:
+            self._failures.value += 1
+            log.warning("no snapshot of %d bytes was written: %s", len(snapshot.payload), error)
+
+    def _failed(self, error: MooncakeError, backlog: list[_Commit | _Snapshot]) -> None:
+        self._failures.value += 1
+        if self._failure is None:
+            log.error("nothing can be changed until the metadata store recovers: %s", error)
+        self._failure = error
+        cause = f"the change may or may not last: {error.cause}"
+        for entry in backlog:
+            if isinstance(entry, _Commit):
+                for call, _ in entry.replies:
+                    call.reply(self._refuse(call.method, MasterUnavailable(cause)))
+                entry.replies = []
+
+    def _recovered(self) -> None:
+        if self._failure is not None:
+            log.info("the metadata store accepts writes again")
+            self._failure = None
