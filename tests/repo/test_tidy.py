@@ -13,7 +13,8 @@ ALLOWED = (
     "README.md", "ARCHITECTURE.md", "CHANGES/*.md", "design/*.md",
     "mooncake_py/*.py", "mooncake_py/*.pyi", "mooncake_py/py.typed",
     "native/abi/*.h", "native/include/*.h", "native/src/*.h", "native/src/*.cc",
-    "native/test/*.cc", "native/test/*.h", "native/test/run.sh", "native/bench/*.cc", "native/README.md",
+    "native/test/*.cc", "native/test/*.h", "native/test/run.sh",
+    "native/bench/*.cc", "native/README.md",
     "proto/*.proto", "proto/generate.py",
     "deploy/*", "tests/*.py", "tests/repo/promises.toml", "benchmarks/*.py", "examples/*.py",
 )  # fmt: skip

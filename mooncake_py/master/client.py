@@ -1,0 +1,440 @@
+"""The master as its clients and nodes see it: `MasterClient`.
+
+Rules:
+* Every call ends within its `timeout_ms`, whatever the master does. No answer in that time and no
+  connection are both `MasterUnavailable`.
+* The first call connects (versions are compared there) and so does the first one after the master
+  was lost. A call that finds no master waits `RECONNECT_MS` at most for one to come back;
+  `connect` alone waits all of its time.
+* With an engine and a master that offers one, calls take the hot lane and fall back to gRPC when
+  the lane breaks. A call that may have arrived is sent again only if that cannot mislead
+  (`Method.repeatable`).
+* Batches larger than the master accepts are sent in parts and the answers joined in order. When a
+  later part fails, the earlier ones have happened; the error is raised.
+* Answers of an older term than one seen before are refused: a master that was replaced.
+
+Thread-safe. Outcomes of single keys are in the answers' status arrays and never raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import numpy as np
+
+from mooncake_py.clock import Clock, Deadline, SystemClock
+from mooncake_py.config import join_address, split_address
+from mooncake_py.errors import (
+    Backpressure,
+    MasterUnavailable,
+    MooncakeError,
+    NotLeader,
+    TransferError,
+    TransferTimeout,
+    VersionMismatch,
+)
+from mooncake_py.master import commands as c
+from mooncake_py.model import KEY_MAX_BYTES, PROTOCOL_MAJOR, RELEASE, ReplicaPolicy
+from mooncake_py.wire import answers, lane
+from mooncake_py.wire.answers import (
+    Beat,
+    ClusterInfo,
+    Grants,
+    Listing,
+    MountedSegment,
+    NodeGrant,
+    Placements,
+    Removed,
+    Segment,
+    Status,
+)
+from mooncake_py.wire.lane import Method
+
+if TYPE_CHECKING:  # a client without an engine does not load the native core
+    from mooncake_py.transfer import Peer, TransferEngine
+
+__all__ = [
+    "Beat", "ClusterInfo", "Grants", "Listing", "MasterClient", "MountedSegment", "NodeGrant",
+    "Placements", "Removed", "Segment", "Status",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+RECONNECT_MS = 1_000  # how long a call waits for a master that is not there
+LANE_OPEN_MS = 1_000
+LANE_RETRY_MS = 5_000  # until a lane that could not be opened is tried again
+PART_BYTES = 8 << 20  # of keys in one message; half of the least limit a master may have
+
+_CHANNEL_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),  # the master is inside; a proxy variable is about the outside
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # gRPC's name for the time a connect may take
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+]
+
+
+class MasterClient:
+    """Calls of one master, over the hot lane where possible and gRPC otherwise.
+
+    `address`: `HOST:PORT` of the gRPC API. `role` is what the master calls this process in its
+    messages. Nothing is connected before the first call. Raises UsageError for a bad address;
+    calls raise `MasterUnavailable`, `Backpressure`, `VersionMismatch`, `NotLeader`, `UsageError`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        engine: TransferEngine | None = None,
+        role: str = "client",
+        clock: Clock | None = None,
+    ) -> None:
+        self._host, port = split_address(address)
+        self.address = join_address(self._host, port)
+        self._engine = engine
+        self._role = role
+        self._clock = clock or SystemClock()
+        self._channel = grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        self._unary: dict[int, Callable[..., Any]] = {
+            method.number: self._channel.unary_unary(method.path, None, None)  # plain bytes
+            for method in lane.METHODS
+        }
+        self._connecting = threading.Lock()
+        self._info: ClusterInfo | None = None
+        self._term = 0
+        self._peer: Peer | None = None
+        self._lane_retry_ms = 0
+        self._closed = False
+
+    # --- clients --------------------------------------------------------------------------------
+
+    def connect(self, *, timeout_ms: int) -> ClusterInfo:
+        """Compare versions and learn the master's limits; waits for a master to come up."""
+        return self._connect(Deadline(timeout_ms, self._clock), timeout_ms)
+
+    def exists(
+        self, tenant: str, keys: Sequence[bytes], *, prefix: bool = False, timeout_ms: int
+    ) -> Status:
+        """1 or 0 a key. With prefix, the array ends with the first 0."""
+        deadline = Deadline(timeout_ms, self._clock)
+        found: list[bytes] = []
+        for start, stop in self._parts(keys, deadline):
+            request = answers.exists_request(tenant, keys[start:stop], prefix)
+            present = self._call(lane.EXISTS, request, deadline).present
+            found.append(present)
+            if prefix and not all(present):
+                break
+        return answers.join_status(found)
+
+    def locate(
+        self,
+        tenant: str,
+        keys: Sequence[bytes],
+        *,
+        prefix: bool = False,
+        lease_ms: int = 0,
+        timeout_ms: int,
+    ) -> Placements:
+        """Placements under a lease (0: the master's default length)."""
+        deadline = Deadline(timeout_ms, self._clock)
+        replies = []
+        for start, stop in self._parts(keys, deadline):
+            request = answers.locate_request(tenant, keys[start:stop], prefix, lease_ms)
+            reply = self._call(lane.LOCATE, request, deadline)
+            replies.append((start, reply))
+            if prefix and any(reply.status):
+                break
+        return answers.placements(replies)
+
+    def put_start(  # noqa: PLR0913  (two of them describe the batch, two the writer)
+        self,
+        tenant: str,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        policy: ReplicaPolicy = ReplicaPolicy(),
+        *,
+        host_id: str = "",
+        groups: Sequence[int] = (),
+        timeout_ms: int,
+    ) -> Grants:
+        """Reserve extents for values of these lengths in bytes."""
+        deadline = Deadline(timeout_ms, self._clock)
+        ask = answers.PutAsk(tenant, policy, host_id)
+        replies = []
+        for start, stop in self._parts(keys, deadline):
+            request = answers.put_start_request(
+                ask, keys[start:stop], lengths[start:stop], groups[start:stop]
+            )
+            replies.append((start, self._call(lane.PUT_START, request, deadline)))
+        return answers.grants(replies)
+
+    def put_end(
+        self,
+        tenant: str,
+        keys: Sequence[bytes],
+        generations: Sequence[int],
+        *,
+        failed: Sequence[tuple[int, int]] = (),
+        timeout_ms: int,
+    ) -> Status:
+        """Commit. `failed`: (key index, segment id) of replicas that were not sealed."""
+        deadline = Deadline(timeout_ms, self._clock)
+        found = []
+        for start, stop in self._parts(keys, deadline):
+            mine = [(key - start, segment) for key, segment in failed if start <= key < stop]
+            request = answers.put_end_request(
+                tenant, keys[start:stop], generations[start:stop], mine
+            )
+            found.append(self._call(lane.PUT_END, request, deadline).status)
+        return answers.join_status(found)
+
+    def put_revoke(
+        self, tenant: str, keys: Sequence[bytes], generations: Sequence[int], *, timeout_ms: int
+    ) -> Status:
+        """Give grants back."""
+        deadline = Deadline(timeout_ms, self._clock)
+        found = []
+        for start, stop in self._parts(keys, deadline):
+            request = answers.put_revoke_request(tenant, keys[start:stop], generations[start:stop])
+            found.append(self._call(lane.PUT_REVOKE, request, deadline).status)
+        return answers.join_status(found)
+
+    def remove(
+        self, tenant: str, keys: Sequence[bytes], *, force: bool = False, timeout_ms: int
+    ) -> Removed:
+        """Remove objects; answered once that is durable. `force`: leased and pinned ones, too."""
+        deadline = Deadline(timeout_ms, self._clock)
+        replies = []
+        for start, stop in self._parts(keys, deadline):
+            request = answers.remove_request(tenant, keys[start:stop], force)
+            replies.append(self._call(lane.REMOVE, request, deadline))
+        return answers.removed(replies)
+
+    def remove_all(
+        self, tenant: str, prefix: bytes = b"", *, force: bool = False, timeout_ms: int
+    ) -> Removed:
+        """Remove every object of the tenant whose key begins with `prefix`."""
+        request = answers.remove_all_request(tenant, prefix, force)
+        deadline = Deadline(timeout_ms, self._clock)
+        return answers.removed([self._call(lane.REMOVE, request, deadline)])
+
+    def list(
+        self,
+        tenant: str,
+        prefix: bytes = b"",
+        *,
+        after: bytes = b"",
+        limit: int = 1_000,
+        timeout_ms: int,
+    ) -> Listing:
+        """One page of complete objects in key order, beginning behind the key `after`."""
+        request = answers.list_request(tenant, prefix, after, limit)
+        return answers.listing(self._call(lane.LIST, request, Deadline(timeout_ms, self._clock)))
+
+    def report(
+        self,
+        tenant: str,
+        keys: Sequence[bytes],
+        generations: Sequence[int],
+        segment_ids: Sequence[int],
+        codes: Sequence[int],
+        *,
+        timeout_ms: int,
+    ) -> None:
+        """Placements that could not be read, each with the error's code."""
+        deadline = Deadline(timeout_ms, self._clock)
+        for start, stop in self._parts(keys, deadline):
+            part = c.Report(
+                tenant, keys[start:stop], generations[start:stop], segment_ids[start:stop],
+                codes[start:stop],
+            )  # fmt: skip
+            self._call(lane.REPORT, answers.report_request(part), deadline)
+
+    # --- nodes and tools ------------------------------------------------------------------------
+
+    def mount(self, mount: c.Mount, *, timeout_ms: int) -> MountedSegment:
+        """Offer a segment. UsageError: the name is taken."""
+        deadline = Deadline(timeout_ms, self._clock)
+        return answers.mounted(self._call(lane.MOUNT, answers.mount_request(mount), deadline))
+
+    def heartbeat(self, heartbeat: c.Heartbeat, *, timeout_ms: int) -> Beat:
+        """Not `known`: mount again."""
+        deadline = Deadline(timeout_ms, self._clock)
+        request = answers.heartbeat_request(heartbeat)
+        return answers.beat(self._call(lane.HEARTBEAT, request, deadline, check=False))
+
+    def unmount(self, unmount: c.Unmount, *, timeout_ms: int) -> None:
+        """Withdraw a segment; its objects are forgotten."""
+        deadline = Deadline(timeout_ms, self._clock)
+        self._call(lane.UNMOUNT, answers.unmount_request(unmount), deadline)
+
+    def status(self, *, timeout_ms: int) -> c.StatusInfo:
+        """Numbers of the cluster and of the master."""
+        deadline = Deadline(timeout_ms, self._clock)
+        return answers.status_info(self._call(lane.STATUS, answers.status_request(), deadline))
+
+    def close(self) -> None:
+        """Running calls of other threads end as MasterUnavailable. Harmless twice."""
+        self._closed = True
+        self._drop_lane(self._peer)
+        self._channel.close()
+
+    # --- one call -------------------------------------------------------------------------------
+
+    def _call(self, method: Method, request: Any, deadline: Deadline, *, check: bool = True) -> Any:
+        self._ready(deadline)
+        reply = answers.parse(method, self._send(method, request.SerializeToString(), deadline))
+        term = answers.term_of(reply)
+        if term < self._term:
+            self._info = None
+            self._connect(deadline, RECONNECT_MS)  # raises unless it is another cluster
+        elif term > self._term:
+            self._term = term
+        if check:
+            answers.check(method, reply)
+        return reply
+
+    def _send(self, method: Method, payload: bytes, deadline: Deadline) -> bytes:
+        peer = self._peer
+        if peer is None:
+            return self._over_grpc(method, payload, deadline, RECONNECT_MS)
+        try:
+            return peer.request(method.number, payload, timeout_ms=deadline.left_ms())
+        except TransferTimeout:
+            raise self._silent(method) from None
+        except TransferError as error:
+            self._info = None
+            self._drop_lane(peer)
+            if not method.repeatable:
+                raise MasterUnavailable(
+                    f"{method.name}: the lane to the master broke during the call", why=str(error)
+                ) from error
+        return self._over_grpc(method, payload, deadline, RECONNECT_MS)
+
+    def _over_grpc(
+        self, method: Method, payload: bytes, deadline: Deadline, patience_ms: int
+    ) -> bytes:
+        call = self._unary[method.number]
+        left_ms = deadline.left_ms()
+        if left_ms == 0 or self._closed:
+            raise self._closing() if self._closed else self._silent(method)
+        try:
+            return cast(bytes, call(payload, timeout=left_ms / 1000))
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.UNAVAILABLE or not method.repeatable:
+                raise self._error_of(method, error) from None
+        except ValueError:  # the channel was closed by another thread
+            raise self._closing() from None
+        wait_ms = min(patience_ms, deadline.left_ms())
+        if wait_ms == 0:
+            raise self._silent(method)
+        try:
+            return cast(bytes, call(payload, timeout=wait_ms / 1000, wait_for_ready=True))
+        except grpc.RpcError as error:
+            raise self._error_of(method, error) from None
+        except ValueError:
+            raise self._closing() from None
+
+    def _error_of(self, method: Method, error: Any) -> MooncakeError:
+        """What a failure of gRPC itself (not of the master) means."""
+        code, details = error.code(), error.details() or ""
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return self._silent(method)
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            return VersionMismatch(f"the server at {self.address} has no call {method.name}")
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Backpressure(f"{method.name}: {details}")
+        if code == grpc.StatusCode.CANCELLED and self._closed:
+            return self._closing()
+        return MasterUnavailable(
+            f"{method.name}: no master at {self.address}", why=details or code.name.lower()
+        )
+
+    def _silent(self, method: Method) -> MasterUnavailable:
+        return MasterUnavailable(
+            f"{method.name}: no answer from the master at {self.address} in time"
+        )
+
+    @staticmethod
+    def _closing() -> MasterUnavailable:
+        return MasterUnavailable("this client is closed", remedy="open another one")
+
+    # --- connecting -----------------------------------------------------------------------------
+
+    def _ready(self, deadline: Deadline) -> None:
+        lane_due = self._lane_retry_ms and self._clock.now_ms() >= self._lane_retry_ms
+        if self._info is None or lane_due:
+            self._connect(deadline, RECONNECT_MS)
+
+    def _connect(self, deadline: Deadline, patience_ms: int) -> ClusterInfo:
+        """Ask the master who it is, over gRPC, and open the lane it offers."""
+        if not self._connecting.acquire(timeout=deadline.left_ms() / 1000):
+            raise self._silent(lane.CONNECT)
+        try:
+            request = answers.connect_request(RELEASE, self._role).SerializeToString()
+            raw = self._over_grpc(lane.CONNECT, request, deadline, patience_ms)
+            reply = answers.parse(lane.CONNECT, raw)
+            answers.check(lane.CONNECT, reply, master=self.address)
+            if reply.protocol_major != PROTOCOL_MAJOR:
+                raise VersionMismatch(
+                    f"this {self._role} speaks protocol {PROTOCOL_MAJOR}, the master at "
+                    f"{self.address} {reply.protocol_major} (release {reply.release})"
+                )
+            info = answers.cluster(reply)
+            self._learn(info, deadline)
+            return info
+        finally:
+            self._connecting.release()
+
+    def _learn(self, info: ClusterInfo, deadline: Deadline) -> None:
+        before = self._info
+        if before is not None and before.cluster_id == info.cluster_id and info.term < self._term:
+            raise NotLeader(
+                f"the master at {self.address} is of term {info.term}, not {self._term}"
+            )
+        self._term = info.term
+        if self._engine is not None and info.lane_address and self._peer is None:
+            self._open_lane(self._engine, info.lane_address, deadline)
+        self._info = info
+
+    def _open_lane(self, engine: TransferEngine, address: str, deadline: Deadline) -> None:
+        if address.startswith(":"):  # any host of the master: the one that answers here
+            address = join_address(self._host, int(address[1:]))
+        try:
+            timeout_ms = min(LANE_OPEN_MS, deadline.left_ms())
+            self._peer = engine.open(address, timeout_ms=timeout_ms)
+            self._lane_retry_ms = 0
+        except MooncakeError as error:
+            log.warning("calls go over gRPC: the master's lane cannot be opened: %s", error)
+            self._lane_retry_ms = self._clock.now_ms() + LANE_RETRY_MS
+
+    def _drop_lane(self, peer: Peer | None) -> None:
+        if peer is not None and self._peer is peer:
+            self._peer = None
+            peer.close()
+
+    def _parts(self, keys: Sequence[bytes], deadline: Deadline) -> Iterator[tuple[int, int]]:
+        """(start, stop) of what fits one message; at least one, so that errors show."""
+        self._ready(deadline)
+        info = self._info
+        count_max = info.batch_max_keys if info else len(keys)
+        if len(keys) <= min(count_max, PART_BYTES // KEY_MAX_BYTES):
+            yield 0, len(keys)
+            return
+        start = 0
+        ends = np.cumsum([len(key) for key in keys])
+        while start < len(keys):
+            before = int(ends[start - 1]) if start else 0
+            fits = int(np.searchsorted(ends, before + PART_BYTES, "right"))
+            stop = max(start + 1, min(start + count_max, fits))
+            yield start, min(stop, len(keys))
+            start = stop
