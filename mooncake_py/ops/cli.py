@@ -16,16 +16,25 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from mooncake_py.config import size_bytes
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
 from mooncake_py.ops.doctor import examine
 from mooncake_py.ops.replay import ReplayOptions, replay
 from mooncake_py.ops.report import as_dict, render
-from mooncake_py.ops.sizes import size, size_text
+from mooncake_py.ops.sizes import size_text
 from mooncake_py.ops.status import cluster_status
 from mooncake_py.store.client import StoreClient
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_ABSENT, EXIT_INTERRUPTED = 1, 2, 3, 130
 TRANSPORTS = {"shm": ("shm",), "tcp": ("tcp",), "both": ("shm", "tcp")}
+
+
+def size(text: str) -> int:
+    """4096, 256KiB, 1GiB."""
+    try:
+        return size_bytes(text)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 master_option = click.option(

@@ -1,19 +1,6 @@
-"""Counts of bytes as people write and read them."""
+"""Counts of bytes as people read them. (They are written as `config.size_bytes` reads them.)"""
 
 from __future__ import annotations
-
-import re
-
-_SIZE = re.compile(r"^(\d+)\s*([KMGT]iB|B)?$", re.IGNORECASE)
-_UNITS = ("B", "KIB", "MIB", "GIB", "TIB")
-
-
-def size(text: str) -> int:
-    """4096, 256KiB, 1GiB -> bytes. ValueError when it is no such text."""
-    match = _SIZE.match(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size such as 4096, 256KiB or 1GiB")
-    return int(match[1]) << (10 * _UNITS.index((match[2] or "B").upper()))
 
 
 def size_text(nbytes: float) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mooncake_py.ops.report import Ideal, Report, as_dict, render
 from mooncake_py.ops.session import Tally
-from mooncake_py.ops.sizes import size, size_text
+from mooncake_py.ops.sizes import size_text
 
 MIB = 1 << 20
 
@@ -109,20 +109,6 @@ def test_a_report_of_nothing_can_be_shown() -> None:
     assert empty.hit_rate == 0
     assert "0 of nothing" in shown(empty)
     assert as_dict(empty)["hit_rate"] == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("4096", 4096), ("0", 0), ("256KiB", 256 << 10), ("1 GiB", 1 << 30), ("2tib", 2 << 40)],
-)
-def test_sizes_are_read(text: str, nbytes: int) -> None:
-    assert size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "x", "-1", "1.5GiB", "1KB", "KiB", "1 2"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="256KiB"):
-        size(text)
 
 
 def test_sizes_are_written() -> None:
