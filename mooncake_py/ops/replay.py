@@ -30,6 +30,9 @@ from mooncake_py.ops.worker import Job, Phase
 
 _SILENCE_MAX_MS = 60_000  # a call has its own deadline, far below this
 _STATUS_MS = 5_000
+# A lease keeps what was read from being evicted. Replaying minutes of requests in seconds with
+# leases of the usual length would pin most of a small cache, so they shrink with time.
+_LEASE_MS = 500
 Progress = Callable[[str, int, int], None]  # process, steps done, steps in all
 
 
@@ -81,7 +84,9 @@ def replay(options: ReplayOptions, progress: Progress = lambda *_: None) -> Repo
         ),
     )
     segment_bytes = options.capacity_bytes // options.node_count
-    with Cluster(ClusterOptions(options.node_count, segment_bytes)) as cluster:
+    leases = ("--set", f"lease_ms={_LEASE_MS}")
+    shape = ClusterOptions(options.node_count, segment_bytes, master_arguments=leases)
+    with Cluster(shape) as cluster:
         serve = phases("serve", prompts, options.transports)
         report.written = _work(cluster, options, "writer", serve, progress)
         fetch = phases("fetch", youngest(prompts, capacity_pages), options.transports)
