@@ -4,7 +4,8 @@
 parallel sequences or packed rows (`model.py`). The edges (gRPC, hot lane, simulator, recovery)
 build commands and carry out what comes back:
 
-* `records` are to be made durable, in order. With `durable_first` the reply must wait for that;
+* `records` are to be made durable, in order. With `durable_first` the reply must wait for that,
+  and for all records of earlier commands (also when this command has none of its own);
   otherwise it may be sent at once (for a put, the sealed extent on the node is a record too).
 * `effects` go to nodes.
 

@@ -39,6 +39,9 @@ class EvictionPolicy(Protocol):
     def touch(self, slots: Iterable[int], now_ms: int) -> None:
         """These were located: their stamps become now."""
 
+    def renew(self, slot: int, now_ms: int) -> None:
+        """Somebody wanted to put this object again: it goes as if it were new."""
+
     def remove(self, slot: int) -> None: ...
 
     def victim(self, now_ms: int) -> int:
@@ -107,6 +110,18 @@ class Lru:
         if not flags & PARKED:
             self._unlink(slot)
         self._append(slot, _SOFT if flags & SOFT_PIN else _READ)
+
+    def renew(self, slot: int, now_ms: int) -> None:
+        table = self._table
+        flags = table.flags[slot]
+        if flags & (HARD_PIN | SOFT_PIN | PARKED):
+            return
+        if table.leased_until(slot, self._lease_ms) > now_ms:
+            return  # it was located a moment ago
+        table.flags[slot] = flags & ~READ  # so that the new stamp is not taken for a lease
+        table.stamp[slot] = now_ms
+        self._unlink(slot)
+        self._append(slot, _FRESH)
 
     def remove(self, slot: int) -> None:
         if not self._table.flags[slot] & (HARD_PIN | PARKED):

@@ -111,7 +111,7 @@ class Membership:
             if (
                 other.incarnation != mount.incarnation
                 and other.address != mount.address
-                and other.state in (ALIVE, DRAINING)
+                and other.readable
                 and silent_ms < self._settings.suspect_ms
             ):
                 return (

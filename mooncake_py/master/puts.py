@@ -31,8 +31,7 @@ from mooncake_py.master.commands import (
     Statuses,
 )
 from mooncake_py.master.lifecycle import Event
-from mooncake_py.master.membership import GONE
-from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, REPLICAS, SOFT_PIN, TTL
+from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, REPLICAS, SOFT_PIN
 from mooncake_py.master.placement import Placer
 from mooncake_py.master.state import CatalogState, Work
 from mooncake_py.master.tenant import Grant, PutOptions, Tenant
@@ -148,18 +147,11 @@ class _PutStart:
     def _taken(self, key: bytes) -> bool:
         """Is there an object or a running grant? Ends what only seems to be there."""
         state = self.state
-        slot = self.tenant.complete.get(key)
-        if slot is not None:
-            gone = state.members.impaired and all(
-                state.members.at(place >> PLACE_BITS).state == GONE
-                for place in state.table.places(slot)
-            )
-            flags = state.table.flags[slot]
-            ended = flags & TTL and state.table.ttls[slot] <= self.now_ms
-            if not (gone or ended):
+        if key in self.tenant.complete:
+            slot = state.find_live(self.work, self.tenant, key, self.now_ms)
+            if slot is not None:
+                state.order.renew(slot, self.now_ms)
                 return True
-            event = Event.NODE_LOST if gone else Event.TTL_ENDED
-            state.end_object(self.work, slot, event, self.now_ms)
         grant = self.tenant.writing.get(key)
         if grant is None:
             return False
@@ -216,9 +208,9 @@ class _PutStart:
             place = self.placer.another(units, chosen) if chosen else self.placer.one(units)
             if place >= 0 or left <= 0:
                 return place
-            before = len(self.work.dropped)
+            before = self.work.drop_count
             self.room += state.evict(self.work, 1, self.now_ms, min(left, 64))
-            evicted = len(self.work.dropped) - before
+            evicted = self.work.drop_count - before
             if not evicted:
                 return -1
             left -= evicted

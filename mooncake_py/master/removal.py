@@ -3,7 +3,7 @@
 Rules. An absent key is OK. A leased object stays (OBJECT_LEASED) unless forced; a hard-pinned one
 stays likewise, so that pins are ended on purpose. A running grant is cancelled: its commit will be
 refused. Removal by prefix reaches only keys of the given tenant that begin with it, and counts what
-it removed and what it kept. The answer waits for the durable record: nothing comes back. Pure.
+it removed and what it kept. The answer waits until this and every earlier record is durable: nothing comes back. Pure.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def remove(state: CatalogState, command: Remove, now_ms: int) -> Applied:
         )
     tenant = state.tenants.find(command.tenant)
     if tenant is None:
-        return Applied(Statuses(bytes(len(keys))))
+        return Applied(Statuses(bytes(len(keys))), durable_first=True)
     work = Work()
+    work.durable = True  # also for absent keys: the record of their end may still be on its way
     if command.all:
         keys = [
             key for key in (*tenant.complete, *tenant.writing) if key.startswith(command.prefix)
@@ -50,7 +51,7 @@ def _remove_one(
     state: CatalogState, work: Work, tenant: Tenant, key: bytes, force: bool, now_ms: int
 ) -> tuple[int, int]:
     """Status, and how many complete objects ended (0 or 1)."""
-    slot = tenant.complete.get(key)
+    slot = state.find_live(work, tenant, key, now_ms)
     if slot is not None and not force:
         leased = state.table.leased_until(slot, state.settings.lease_ms) > now_ms
         if leased or state.table.flags[slot] & HARD_PIN:

@@ -32,35 +32,40 @@ def extent_units(length: int) -> int:
 class Work:
     """Records and effects of one command, in the making."""
 
-    __slots__ = ("dropped", "durable", "lost", "records", "rest_until_ms", "unseals")
+    __slots__ = ("_dropped", "_lost", "_unseals", "drop_count", "durable", "records")
 
     def __init__(self) -> None:
         self.records: list[bytes] = []
-        self.dropped: list[int] = []  # generations
-        self.lost: list[tuple[int, int]] = []  # single replicas: generation, segment id
-        self.rest_until_ms = 0
-        self.unseals: dict[int, list[bytes]] = {}
         self.durable = False
+        self.drop_count = 0
+        self._dropped: dict[int, list[int]] = {}  # extents rest until -> generations
+        self._lost: dict[int, list[tuple[int, int]]] = {}  # until -> (generation, segment id)
+        self._unseals: dict[int, list[bytes]] = {}
+
+    def drop(self, generation: int, until_ms: int) -> None:
+        self.drop_count += 1
+        self._dropped.setdefault(until_ms, []).append(generation)
+
+    def lose(self, generation: int, segment_id: int, until_ms: int) -> None:
+        self._lost.setdefault(until_ms, []).append((generation, segment_id))
 
     def unseal(self, segment_id: int, start: int, length: int, generation: int) -> None:
-        rows = self.unseals.setdefault(segment_id, [])
-        rows.append(
-            EXTENT_ROW.pack(
-                len(rows), 0, start * EXTENT_ALIGN_BYTES, length, generation, 0, _NO_DIGEST, 0
-            )
-        )
+        rows = self._unseals.setdefault(segment_id, [])
+        offset = start * EXTENT_ALIGN_BYTES
+        rows.append(EXTENT_ROW.pack(len(rows), 0, offset, length, generation, 0, _NO_DIGEST, 0))
 
     def done(self, reply: Reply, now_ms: int) -> Applied:
         """The outcome. Drops go first: what they freed may already be granted again."""
-        if self.dropped:
-            drops = records.Drops(now_ms, self.rest_until_ms, self.dropped)
-            self.records.insert(0, records.encode(drops))
-        if self.lost:
-            self.records.append(records.encode(records.Lost(self.rest_until_ms, self.lost)))
-        effects: list[Effect] = [
-            Unseal(segment_id, b"".join(rows)) for segment_id, rows in self.unseals.items()
+        found = [
+            records.encode(records.Drops(now_ms, until, generations))
+            for until, generations in self._dropped.items()
         ]
-        return Applied(reply, self.records, effects, self.durable and bool(self.records))
+        found += [records.encode(records.Lost(until, pairs)) for until, pairs in self._lost.items()]
+        found += self.records
+        effects: list[Effect] = [
+            Unseal(segment_id, b"".join(rows)) for segment_id, rows in self._unseals.items()
+        ]
+        return Applied(reply, found, effects, self.durable)
 
 
 class CatalogState:
@@ -116,7 +121,8 @@ class CatalogState:
         grant.tenant.used_bytes -= nbytes
         if grant.put.hard_pin:
             self.hard_pinned_units -= units * len(grant.places)
-        self._count_end(work, grant.generation, until, transition.counter)
+        work.drop(grant.generation, max(until, now_ms))
+        self.counters[transition.counter] += 1
         work.durable |= transition.durable
         if event is Event.GRANT_EXPIRED:
             self.counters["grants_reclaimed_bytes"] += nbytes
@@ -151,9 +157,27 @@ class CatalogState:
             self.hard_pinned_units -= units * len(places)
         self.order.remove(slot)
         table.drop(slot)
-        self._count_end(work, generation, until, transition.counter)
+        work.drop(generation, max(until, now_ms))
+        self.counters[transition.counter] += 1
         work.durable |= transition.durable
         return freed
+
+    def find_live(self, work: Work, tenant: Tenant, key: bytes, now_ms: int) -> int | None:
+        """Slot of the object. One whose nodes are all gone, or whose TTL is over, but which is not
+        yet forgotten, ends now."""
+        slot = tenant.complete.get(key)
+        if slot is None:
+            return None
+        table, members = self.table, self.members
+        if table.flags[slot] & TTL and table.ttls[slot] <= now_ms:
+            self.end_object(work, slot, Event.TTL_ENDED, now_ms)
+            return None
+        if members.impaired and all(
+            members.at(place >> PLACE_BITS).state == GONE for place in table.places(slot)
+        ):
+            self.end_object(work, slot, Event.NODE_LOST, now_ms)
+            return None
+        return slot
 
     def evict(self, work: Work, units: int, now_ms: int, count_max: int = 1 << 62) -> int:
         """Evict until `units` are free again or nothing may go; the units that became free."""
@@ -206,9 +230,8 @@ class CatalogState:
             if place not in kept:
                 segment = self.members.at(place >> PLACE_BITS)
                 if segment.state != GONE:
-                    work.lost.append((table.generation[slot], segment.segment_id))
+                    work.lose(table.generation[slot], segment.segment_id, max(until, now_ms))
                 self.release(place, units, until, now_ms)
-        work.rest_until_ms = max(work.rest_until_ms, until)
         tenant = self.tenants.at(table.tenant[slot])
         tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * (len(places) - len(kept))
         if table.flags[slot] & HARD_PIN:
@@ -261,8 +284,3 @@ class CatalogState:
         marks = records.Marks(self.generation_mark, self.members.next_segment_id)
         work.records.append(records.encode(marks))
         work.durable = True
-
-    def _count_end(self, work: Work, generation: int, until_ms: int, counter: str) -> None:
-        work.dropped.append(generation)
-        work.rest_until_ms = max(work.rest_until_ms, until_ms)
-        self.counters[counter] += 1

@@ -22,7 +22,10 @@ typedef struct mc_engine_options {
 
 int32_t mc_engine_open(const mc_engine_options *options, mc_engine **out);
 /* Cuts what is in flight (its batches end as MC_E_CANCELLED), wakes every waiter, joins threads,
- * unmaps, closes. Null is fine. No other call on the engine may start after it. */
+ * closes sockets. Later calls on the engine fail with MC_E_CANCELLED. Twice is fine. */
+void mc_engine_shutdown(mc_engine *engine);
+/* Shut down and free. Null is fine. No other call on the engine may start after it. Mappings of
+ * mc_peer_map stay, and batch handles must still be closed. */
 void mc_engine_close(mc_engine *engine);
 /* "host:port" that peers should open. Truncated to capacity, always terminated. */
 int32_t mc_engine_address(mc_engine *engine, char *out, uint64_t capacity);
@@ -57,11 +60,11 @@ int32_t mc_peer_close(mc_engine *engine, uint64_t peer);
 /* MC_TRANSPORT_* in use, or MC_E_PEER_UNREACHABLE once the peer is gone. */
 int32_t mc_peer_transport(mc_engine *engine, uint64_t peer);
 /* Map a peer's region read-only into this process, populated. Valid until mc_peer_unmap, even
- * when the peer is gone. MC_E_ACCESS when this peer's region cannot be mapped (other host,
+ * when the peer or the engine is gone. MC_E_ACCESS when this peer's region cannot be mapped (other host,
  * no memfd). */
 int32_t mc_peer_map(mc_engine *engine, uint64_t peer, uint32_t region, uint32_t timeout_ms,
                     uint64_t *out_address, uint64_t *out_nbytes);
-void mc_peer_unmap(mc_engine *engine, uint64_t address, uint64_t nbytes);
+void mc_peer_unmap(uint64_t address, uint64_t nbytes);
 
 /* ---- transfers --------------------------------------------------------------------------------- */
 
@@ -87,9 +90,11 @@ int32_t mc_batch_submit(mc_engine *engine, uint64_t peer, mc_slice *slices, uint
 /* 0 when all slices succeeded, the first failing slice's status, or MC_E_TIMEOUT: not yet done
  * (it goes on until its own deadline). */
 int32_t mc_batch_wait(mc_batch *batch, uint32_t timeout_ms);
+/* 1 when done, else 0. Does not wait. */
+int32_t mc_batch_done(mc_batch *batch);
 /* Ends what has not completed as MC_E_CANCELLED; afterwards no byte is written locally. */
 void mc_batch_cancel(mc_batch *batch);
-/* eventfd that becomes readable once the batch is done; owned by the batch. */
+/* eventfd that becomes readable once the batch is done; owned by the batch. Or a status. */
 int32_t mc_batch_fd(mc_batch *batch);
 /* Cancels if needed, frees. Null is fine. */
 void mc_batch_close(mc_batch *batch);

@@ -1,0 +1,60 @@
+"""Lifetimes of native objects: one end, children first, and no use of freed memory.
+
+Two events are kept apart. *Ending* (`close`, or a parent's) stops everything the object does and
+wakes whoever waits in it; calls that come later fail with an error. *Freeing* happens when nobody
+holds the Python object any more, so that a thread that is just entering a call cannot meet freed
+memory. A child holds its parent strongly, the parent its children weakly: a parent is never freed
+before its children. At interpreter exit `weakref.finalize` frees in reverse order of creation.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+
+class Handle:
+    """Base of what has a native life. `close` is idempotent and thread-safe."""
+
+    def __init__(self, parent: Handle | None) -> None:
+        self._parent = parent
+        self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._closed = False
+        self._closing = threading.Lock()
+        if parent is not None:
+            parent._children.add(self)
+
+    def _free_with(self, free: Callable[..., object], *args: object) -> None:
+        """Call `free(*args)` when this object is collected, at the latest at exit."""
+        self._finalizer = weakref.finalize(self, free, *args)
+
+    def _end(self) -> None:
+        """Stop what the object does. Called once."""
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """End it, after everything that was made from it."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        for child in list(self._children):
+            child.close()
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,46 @@
+"""Batches: slices on their way, submitted and completed together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mooncake_py._native import lib
+from mooncake_py._native.check import check
+from mooncake_py._native.handle import Handle
+
+if TYPE_CHECKING:
+    from mooncake_py.transfer.engine import TransferEngine
+    from mooncake_py.transfer.slices import Slices
+
+
+class Batch(Handle):
+    """A submitted batch. Results are in `slices` once it is done. Made by `submit`.
+
+    The local memory of the slices must stay valid until it is done or closed.
+    """
+
+    def __init__(self, engine: TransferEngine, native: Any, slices: Slices, keep: Any) -> None:
+        super().__init__(engine)
+        self.slices = slices
+        self._native = native
+        # The rows outlive the native batch: it writes into them until it is freed.
+        self._free_with(lambda handle, _: lib.mc_batch_close(handle), native, keep)
+
+    def wait(self, timeout_ms: int) -> None:
+        """Wait until it is done. Raises the first failing slice's error, or TransferTimeout when
+        it is not done yet (it goes on until its own deadline)."""
+        check(lib.mc_batch_wait(self._native, timeout_ms), "batch", slices=len(self.slices))
+
+    def done(self) -> bool:
+        return bool(lib.mc_batch_done(self._native))
+
+    def cancel(self) -> None:
+        """End what has not completed. Afterwards no byte is written into local memory for it."""
+        lib.mc_batch_cancel(self._native)
+
+    def fileno(self) -> int:
+        """An eventfd that becomes readable once the batch is done, for select and asyncio."""
+        return check(lib.mc_batch_fd(self._native), "batch")
+
+    def _end(self) -> None:
+        self.cancel()

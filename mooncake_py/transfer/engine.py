@@ -1,0 +1,142 @@
+"""`TransferEngine`: registered memory, peers, transfers and messages of one process.
+
+Every method is thread-safe and blocking ones release the GIL. Everything that may wait takes
+`timeout_ms` and ends in time, whatever the peer does. An engine that was opened before `fork()`
+raises UsageError in the child.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from mooncake_py._native import ffi, lib
+from mooncake_py._native.check import check, failure
+from mooncake_py._native.handle import Handle
+from mooncake_py.transfer.batch import Batch
+from mooncake_py.transfer.memory import Memory
+from mooncake_py.transfer.messages import Message
+from mooncake_py.transfer.options import EngineOptions, native_options
+from mooncake_py.transfer.peer import Peer
+from mooncake_py.transfer.region import Region
+from mooncake_py.transfer.slices import OP_READ, OP_WRITE, Slices, slice_array
+
+if TYPE_CHECKING:
+    from mooncake_py._native.memory import Buffer
+
+ADDRESS_BYTES = 512
+
+
+class TransferEngine(Handle):
+    """Opens with `options`. Raises UsageError when it cannot listen where it should."""
+
+    def __init__(self, options: EngineOptions | None = None) -> None:
+        super().__init__(None)
+        self.options = options or EngineOptions()
+        native, keep = native_options(self.options)
+        out = ffi.new("mc_engine **")
+        check(lib.mc_engine_open(native, out), "open engine", listen=self.options.listen)
+        del keep
+        self.native: Any = out[0]
+        self._free_with(lib.mc_engine_close, self.native)
+
+    @property
+    def address(self) -> str:
+        """ "host:port" that peers should open; "" when it does not listen."""
+        text = ffi.new("char[]", ADDRESS_BYTES)
+        check(lib.mc_engine_address(self.native, text, ADDRESS_BYTES), "address")
+        return bytes(ffi.string(text)).decode()
+
+    def register(
+        self, buffer: Memory | Buffer | list[Memory | Buffer], *, access: str = "read"
+    ) -> Region:
+        """Offer memory to peers; `access` is "read" or "read_write".
+
+        A list makes one region, its pieces one after the other. Raises UsageError for memory that
+        is read-only, not contiguous, empty, or overlaps another region when one is writable.
+        """
+        return Region(self, buffer if isinstance(buffer, list) else [buffer], access)
+
+    def open(self, address: str, *, timeout_ms: int) -> Peer:
+        """Connect, or find the live connection, to the engine at "host:port".
+
+        Raises PeerUnreachable, TransferTimeout, VersionMismatch, UsageError (a bad address).
+        """
+        out = ffi.new("uint64_t *")
+        status = lib.mc_peer_open(self.native, address.encode(), timeout_ms, out)
+        if status != 0:
+            raise failure(status, "open", peer=address)
+        return Peer(self, int(out[0]), address, opened=True)
+
+    def peer(self, peer_id: int) -> Peer:
+        """The sender of a received message. Closing it does not cut the connection."""
+        return Peer(self, peer_id, f"peer {peer_id}", opened=False)
+
+    def read(self, peer: Peer, slices: Slices, *, timeout_ms: int) -> None:
+        """Remote to local. Sets `op`; raises the first failing slice's error, `status` has each.
+
+        After it returned or raised, nothing is written into the local memory of the slices.
+        """
+        slices["op"] = OP_READ
+        self._transfer(peer, slices, timeout_ms)
+
+    def write(self, peer: Peer, slices: Slices, *, timeout_ms: int) -> None:
+        """Local to remote. Sets `op`; raises the first failing slice's error."""
+        slices["op"] = OP_WRITE
+        self._transfer(peer, slices, timeout_ms)
+
+    def _transfer(self, peer: Peer, slices: Slices, timeout_ms: int) -> None:
+        rows = slice_array(slices)
+        status = lib.mc_transfer(self.native, peer.id, rows, len(slices), timeout_ms)
+        if status != 0:
+            raise failure(status, "transfer", peer=peer.address, slices=len(slices))
+
+    def submit(self, peer: Peer, slices: Slices, *, timeout_ms: int) -> Batch:
+        """Start a batch whose `op` columns are set; its deadline is timeout_ms from now."""
+        rows = slice_array(slices)
+        out = ffi.new("mc_batch **")
+        status = lib.mc_batch_submit(self.native, peer.id, rows, len(slices), timeout_ms, out)
+        check(status, "submit", peer=peer.address, slices=len(slices))
+        return Batch(self, out[0], slices, rows)
+
+    def receive(self, timeout_ms: int) -> Message | None:
+        """The next received message, oldest first; None: none came, woken, or closed."""
+        out = ffi.new("mc_message *")
+        status = lib.mc_message_receive(self.native, timeout_ms, out)
+        if status in (lib.MC_E_TIMEOUT, lib.MC_E_CANCELLED):
+            return None
+        check(status, "receive")
+        try:
+            payload = bytes(ffi.buffer(out.data, out.nbytes))
+            return Message(out.peer, out.kind, out.correlation, payload)
+        finally:
+            lib.mc_message_free(out)
+
+    def wake(self) -> None:
+        """Make one `receive`, waiting or next, return None."""
+        lib.mc_engine_wake(self.native)
+
+    def reply(self, message: Message, payload: Buffer) -> None:
+        """Answer a request. Never waits: Backpressure when its sender does not read.
+
+        Raises UsageError when nobody waits for a reply, PeerUnreachable when the sender is gone.
+        """
+        request = ffi.new("mc_message *")
+        request.peer, request.correlation = message.peer_id, message.correlation
+        data = ffi.from_buffer(payload)
+        check(lib.mc_message_reply(self.native, request, data, len(data)), "reply")
+
+    def describe(self) -> dict[str, Any]:
+        """Address, peers with transport and reason, regions, queues, counters."""
+        needed = ffi.new("uint64_t *")
+        check(lib.mc_engine_describe(self.native, ffi.NULL, 0, needed), "describe")
+        while True:
+            capacity = int(needed[0]) + 4096  # it may have grown meanwhile
+            text = ffi.new("char[]", capacity)
+            check(lib.mc_engine_describe(self.native, text, capacity, needed), "describe")
+            if needed[0] <= capacity:
+                found: dict[str, Any] = json.loads(bytes(ffi.string(text)))
+                return found
+
+    def _end(self) -> None:
+        lib.mc_engine_shutdown(self.native)

@@ -1,0 +1,78 @@
+"""Memory that can be offered to peers on this host, and peers' memory seen from here.
+
+Both are unmapped when the last view of them is gone, not when they are closed: a view that
+outlives its owner stays valid memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mooncake_py._native import ffi, lib
+from mooncake_py._native.memory import memory_close, memory_open
+from mooncake_py.errors import UsageError
+
+
+def _unmapper(nbytes: int) -> Any:
+    unmap, cast = lib.mc_peer_unmap, ffi.cast  # bound now: globals may be gone at exit
+    return lambda pointer: unmap(int(cast("uintptr_t", pointer)), nbytes)
+
+
+class _Mapped:
+    """A range of mapped memory with an owner that every view keeps alive."""
+
+    def __init__(self, base: int, nbytes: int, free: Any) -> None:
+        self.base = base
+        self.nbytes = nbytes
+        self._owner: Any = ffi.gc(ffi.cast("uint8_t *", base), free)
+
+    def _keep(self) -> Any:
+        if self._owner is None:
+            raise UsageError("this memory was closed")
+        return self._owner
+
+    def _bytes(self) -> memoryview:
+        return memoryview(ffi.buffer(self._keep(), self.nbytes))
+
+    @property
+    def closed(self) -> bool:
+        return self._owner is None
+
+    def close(self) -> None:
+        """Let go of it. It is unmapped once no view is left. Twice is fine."""
+        self._owner = None
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Memory(_Mapped):
+    """A populated memfd of at least `nbytes` (rounded up to pages), mapped here for writing.
+
+    Registered as a region, peers on this host map it. Raises OutOfSpace when this machine or
+    container has too little memory left. Views may be used by any thread.
+    """
+
+    def __init__(self, nbytes: int, name: str = "") -> None:
+        base, rounded, fd = memory_open(nbytes, name)
+        close = memory_close
+        super().__init__(base, rounded, lambda _: close(base, rounded, fd))
+        self.fd = fd
+
+    def view(self) -> memoryview:
+        """All of it, writable."""
+        return self._bytes()
+
+
+class Mapping(_Mapped):
+    """A peer's region, mapped read-only into this process. Made by `Peer.map`."""
+
+    def __init__(self, base: int, nbytes: int) -> None:
+        super().__init__(base, nbytes, _unmapper(nbytes))
+
+    def view(self) -> memoryview:
+        """All of it, read-only; valid as long as it is referenced, also after `close`."""
+        return self._bytes().toreadonly()

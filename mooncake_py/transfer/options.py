@@ -1,0 +1,82 @@
+"""What an engine is opened with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mooncake_py._native import ffi, lib
+from mooncake_py.errors import UsageError
+
+TRANSPORTS: dict[str, int] = {
+    "local": lib.MC_TRANSPORT_LOCAL,
+    "shm": lib.MC_TRANSPORT_SHM,
+    "tcp": lib.MC_TRANSPORT_TCP,
+    "rdma": lib.MC_TRANSPORT_RDMA,
+    "fake": lib.MC_TRANSPORT_FAKE,
+}
+TRANSPORT_NAMES = {bit: name for name, bit in TRANSPORTS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What the `fake` transport does wrong, decided by `seed` alone.
+
+    Shares are per million operations of this engine. `delay_us` is the longest delay of one.
+    """
+
+    seed: int
+    loss_ppm: int = 0  # slices and messages that vanish
+    corrupt_ppm: int = 0  # slices with a flipped bit
+    cut_ppm: int = 0  # operations that cut the connection
+    delay_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Where an engine listens, what it may use, and what bounds it.
+
+    `listen` is "host:port" with a name, an IPv4 or a bracketed IPv6 address; port 0 takes any
+    free one; "" does not listen. `advertise` is the host that peers should use instead of the
+    listening one. `transports` may be used; which one is used with a peer is found out by proof.
+    `queue_max_bytes` bounds received messages that nobody took yet; beyond it peers wait.
+    """
+
+    listen: str = ""
+    advertise: str = ""
+    transports: tuple[str, ...] = ("local", "shm", "tcp")
+    tcp_lanes: int = 2  # connections a peer for large slices
+    message_max_bytes: int = 16 << 20
+    queue_max_bytes: int = 64 << 20
+    faults: Faults | None = field(default=None)
+
+
+def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
+    """`mc_engine_options *` and what must be kept alive beside it. Raises UsageError."""
+    unknown = [name for name in options.transports if name not in TRANSPORTS]
+    if unknown or not options.transports:
+        raise UsageError("unknown or no transports", got=options.transports, known=[*TRANSPORTS])
+    if not 1 <= options.tcp_lanes <= 16:
+        raise UsageError("tcp_lanes is from 1 to 16", got=options.tcp_lanes)
+    if not 1 <= options.message_max_bytes < 1 << 31:
+        raise UsageError("message_max_bytes is from 1 to 2 GiB", got=options.message_max_bytes)
+    if options.queue_max_bytes < 1:
+        raise UsageError("queue_max_bytes is positive", got=options.queue_max_bytes)
+    native = ffi.new("mc_engine_options *")
+    keep = [
+        ffi.new("char[]", options.listen.encode()),
+        ffi.new("char[]", options.advertise.encode()),
+    ]
+    native.struct_size = ffi.sizeof("mc_engine_options")
+    native.transports = sum({TRANSPORTS[name] for name in options.transports})
+    native.listen, native.advertise = keep
+    native.tcp_lanes = options.tcp_lanes
+    native.message_max_bytes = options.message_max_bytes
+    native.queue_max_bytes = options.queue_max_bytes
+    faults = options.faults or Faults(seed=0)
+    native.fault_seed = faults.seed & (1 << 64) - 1
+    native.fault_loss_ppm = faults.loss_ppm
+    native.fault_corrupt_ppm = faults.corrupt_ppm
+    native.fault_cut_ppm = faults.cut_ppm
+    native.fault_delay_us = faults.delay_us
+    return native, keep

@@ -1,0 +1,76 @@
+"""Regions: ranges of local memory that peers may read, or read and write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mooncake_py._native import ffi, lib
+from mooncake_py._native.check import check
+from mooncake_py._native.handle import Handle
+from mooncake_py.errors import UsageError
+from mooncake_py.transfer.memory import Memory
+
+if TYPE_CHECKING:
+    from mooncake_py._native.memory import Buffer
+    from mooncake_py.transfer.engine import TransferEngine
+
+ACCESS: dict[str, int] = {
+    "read": lib.MC_ACCESS_REMOTE_READ,
+    "read_write": lib.MC_ACCESS_REMOTE_READ | lib.MC_ACCESS_REMOTE_WRITE,
+}
+DEREGISTER_MS = 10_000  # copies that run end by themselves; a peer that does not answer is cut
+
+
+def _pieces_of(buffers: list[Memory | Buffer], writable: bool) -> tuple[Any, list[Any], int]:
+    """(mc_piece array, what to keep alive, memfd or -1) of the buffers."""
+    pieces = ffi.new("mc_piece[]", len(buffers))
+    keep: list[Any] = []
+    fd = -1
+    for piece, buffer in zip(pieces, buffers, strict=True):
+        if isinstance(buffer, Memory):
+            keep.append(buffer._keep())
+            piece.address, piece.nbytes = buffer.base, buffer.nbytes
+            fd = buffer.fd if len(buffers) == 1 else -1
+            continue
+        try:
+            data = ffi.from_buffer("uint8_t[]", buffer, require_writable=writable)
+        except (BufferError, TypeError, ValueError) as error:
+            raise UsageError(f"not usable as registered memory: {error}") from error
+        keep.append(data)
+        piece.address, piece.nbytes = int(ffi.cast("uintptr_t", data)), len(data)
+    return pieces, keep, fd
+
+
+def _deregister(engine: Any, region_id: int, keep: list[Any]) -> int:
+    status = int(lib.mc_region_deregister(engine, region_id, DEREGISTER_MS))
+    if status != lib.MC_E_TIMEOUT:  # then something may still write there
+        keep.clear()
+    return status
+
+
+class Region(Handle):
+    """Registered memory. Close it, or its engine, to take it back; made by `register`.
+
+    The buffers are held (and a bytearray cannot be resized) until it is closed. After `close`
+    returned nothing is written into them and peers are refused.
+    """
+
+    def __init__(self, engine: TransferEngine, buffers: list[Memory | Buffer], access: str) -> None:
+        if access not in ACCESS:
+            raise UsageError("access is 'read' or 'read_write'", got=access)
+        pieces, keep, fd = _pieces_of(buffers, writable=access == "read_write")
+        out = ffi.new("uint32_t *")
+        check(
+            lib.mc_region_register(engine.native, pieces, len(buffers), ACCESS[access], fd, out),
+            "register",
+        )
+        super().__init__(engine)
+        self.id = int(out[0])
+        self.nbytes = sum(int(piece.nbytes) for piece in pieces)
+        self.address = int(pieces[0].address) if buffers else 0
+        self.access = access
+        self._free_with(_deregister, engine.native, self.id, keep)
+
+    def _end(self) -> None:
+        status = self._finalizer()
+        check(status if status is not None else 0, "deregister", region=self.id)

@@ -1,0 +1,296 @@
+#include "engine/engine.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "engine/greeter.h"
+#include "engine/hello.h"
+
+namespace mc {
+namespace {
+
+constexpr uint64_t kStrangersMax = 1024;  // connections that are not peers yet
+constexpr uint64_t kLanesMax = 16;
+constexpr size_t kLostMax = 64;
+constexpr uint64_t kLeaveMs = 10'000;  // a caller that does not leave by then is our bug
+
+std::mutex registry_mutex;
+std::map<Token, std::weak_ptr<Engine>> registry;
+
+}  // namespace
+
+std::shared_ptr<Engine> engine_here(const Token& incarnation) {
+  const std::lock_guard lock(registry_mutex);
+  const auto found = registry.find(incarnation);
+  return found == registry.end() ? nullptr : found->second.lock();
+}
+
+Engine::Engine(Settings settings)
+    : settings_(std::move(settings)), queue_(settings_.queue_bytes_max) {}
+
+int32_t Engine::open(Settings settings, std::shared_ptr<Engine>* out) {
+  const std::shared_ptr<Engine> engine(new Engine(std::move(settings)));
+  const int32_t status = engine->start();
+  if (status != MC_OK) {
+    const std::string words = last_error();  // shutting down must not change them
+    engine->shutdown();
+    return fail(status, "%s", words.c_str());
+  }
+  *out = engine;
+  return MC_OK;
+}
+
+int32_t Engine::start() {
+  closing_fd_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!closing_fd_) return fail_errno(MC_E_OUT_OF_SPACE, "eventfd");
+  if (const int32_t status = loop_.start(); status != MC_OK) return status;
+  if (!settings_.listen.empty()) {
+    if (const int32_t status = start_listening(); status != MC_OK) return status;
+  }
+  const std::lock_guard lock(registry_mutex);
+  registry[incarnation_] = weak_from_this();
+  return MC_OK;
+}
+
+int32_t Engine::start_listening() {
+  HostPort where;
+  if (const int32_t status = parse_host_port(settings_.listen, &where); status != MC_OK) {
+    return status;
+  }
+  Fd fd;
+  if (const int32_t status = listen_on(where, &fd, &where.port); status != MC_OK) return status;
+  if (!settings_.advertise.empty()) where.host = settings_.advertise;
+  if (where.host.size() > 2 && where.host.front() == '[' && where.host.back() == ']') {
+    where.host = where.host.substr(1, where.host.size() - 2);
+  }
+  address_ = where.text();
+  if (address_.size() >= sizeof Hello::address) {
+    return fail(MC_E_USAGE, "address '%s' is too long", address_.c_str());
+  }
+  const auto listener = std::make_shared<Listener>(*this, std::move(fd), false);
+  listeners_.push_back(listener);
+  return listener->start();
+}
+
+Engine::~Engine() { shutdown(); }
+
+bool Engine::enter() {
+  const std::lock_guard lock(mutex_);
+  if (closing_) return false;
+  ++calls_;
+  return true;
+}
+
+void Engine::leave() {
+  const std::lock_guard lock(mutex_);
+  if (--calls_ == 0 && closing_) calls_left_.notify_all();
+}
+
+void Engine::shutdown() {
+  std::vector<std::shared_ptr<Peer>> peers;
+  std::vector<std::pair<std::shared_ptr<Batch>, std::shared_ptr<Endpoint>>> batches;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closing_) return;
+    closing_ = true;
+    for (const auto& [id, peer] : peers_) peers.push_back(peer);
+    for (const auto& [raw, weak] : batches_) {
+      batches.emplace_back(weak.first.lock(), weak.second.lock());
+    }
+  }
+  {
+    const std::lock_guard lock(registry_mutex);
+    registry.erase(incarnation_);
+  }
+  const Failure why{MC_E_CANCELLED, "the engine was closed"};
+  const uint64_t one = 1;
+  if (closing_fd_) (void)!write(closing_fd_.get(), &one, sizeof one);
+  for (const auto& listener : listeners_) listener->close();
+  queue_.close();
+  for (const auto& [batch, endpoint] : batches) {
+    if (batch && endpoint) endpoint->cancel(batch, why.status, why.reason.c_str());
+  }
+  for (const auto& peer : peers) peer->endpoint->close(why);
+  {
+    std::unique_lock lock(mutex_);
+    calls_left_.wait_for(lock, std::chrono::milliseconds(kLeaveMs), [this] { return calls_ == 0; });
+  }
+  executor_.stop();
+  loop_.stop();
+  for (;;) {  // peers that were taken in while we closed
+    std::shared_ptr<Peer> late;
+    {
+      const std::lock_guard lock(mutex_);
+      if (peers_.empty()) break;
+      late = peers_.begin()->second;
+    }
+    late->endpoint->close(why);
+  }
+  listeners_.clear();
+}
+
+// ---- peers ---------------------------------------------------------------------------------
+
+int32_t Engine::find_peer(uint64_t id, std::shared_ptr<Peer>* out) {
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(id);
+  if (found != peers_.end()) {
+    *out = found->second;
+    return MC_OK;
+  }
+  for (const auto& [lost_id, why] : lost_) {
+    if (lost_id == id) return fail(MC_E_PEER_UNREACHABLE, "peer %lu: %s", id, why.reason.c_str());
+  }
+  return id > 0 && id < next_peer_ ? fail(MC_E_PEER_UNREACHABLE, "peer %lu is gone", id)
+                                   : fail(MC_E_USAGE, "there has never been a peer %lu", id);
+}
+
+uint64_t Engine::adopt(std::shared_ptr<Endpoint> endpoint, Introduction who,
+                       const std::string& opened_as) {
+  const auto peer = std::make_shared<Peer>();
+  peer->endpoint = std::move(endpoint);
+  peer->introduction = std::move(who);
+  peer->opened_as = opened_as;
+  peer->opened_count = 1;
+  const std::lock_guard lock(mutex_);
+  peer->id = next_peer_++;
+  peer->endpoint->peer_id = peer->id;
+  peers_.emplace(peer->id, peer);
+  if (!opened_as.empty()) peer_by_address_[opened_as] = peer->id;
+  return peer->id;
+}
+
+void Engine::lost(Endpoint& endpoint, const Failure& why) {
+  std::shared_ptr<Peer> peer;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = peers_.find(endpoint.peer_id);
+    if (found == peers_.end()) return;
+    peer = found->second;
+    peers_.erase(found);
+    const auto by_address = peer_by_address_.find(peer->opened_as);
+    if (by_address != peer_by_address_.end() && by_address->second == peer->id) {
+      peer_by_address_.erase(by_address);
+    }
+    lost_.emplace_back(peer->id, why);
+    if (lost_.size() > kLostMax) lost_.pop_front();
+  }
+  peer->requests.fail_all(why);
+}
+
+int32_t Engine::close_peer(uint64_t id) {
+  std::shared_ptr<Peer> peer;
+  if (const int32_t status = find_peer(id, &peer); status != MC_OK) {
+    return status == MC_E_PEER_UNREACHABLE ? MC_OK : status;  // gone is closed
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (--peer->opened_count > 0) return MC_OK;
+  }
+  peer->endpoint->close({MC_E_CANCELLED, "the peer was closed here"});
+  return MC_OK;
+}
+
+std::shared_ptr<Peer> Engine::peer_of(const Endpoint& endpoint) {
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(endpoint.peer_id);
+  return found == peers_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<StreamEndpoint> Engine::make_stream(uint32_t /*choice*/, Introduction who,
+                                                    std::string reason) {
+  return std::make_shared<StreamEndpoint>(*this, std::move(who), stream_limits(),
+                                          std::move(reason));
+}
+
+StreamLimits Engine::stream_limits() const {
+  return {settings_.message_bytes_max,
+          std::max<uint64_t>(settings_.queue_bytes_max, settings_.message_bytes_max)};
+}
+
+Hello Engine::own_hello() const {
+  Hello hello;
+  hello.incarnation = incarnation_;
+  hello.transports = settings_.transports;
+  hello.message_bytes_max = settings_.message_bytes_max;
+  hello.set_address(address_);
+  hello.set_shm_name(shm_name_);
+  return hello;
+}
+
+void Engine::add_session(const Token& session, const std::shared_ptr<StreamEndpoint>& endpoint) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(sessions_, [](const auto& one) { return one.second.expired(); });
+  sessions_[session] = endpoint;
+}
+
+std::shared_ptr<StreamEndpoint> Engine::session(const Token& session) {
+  const std::lock_guard lock(mutex_);
+  const auto found = sessions_.find(session);
+  return found == sessions_.end() ? nullptr : found->second.lock();
+}
+
+bool Engine::add_stranger() {
+  if (strangers_.fetch_add(1) < kStrangersMax) return true;
+  --strangers_;
+  return false;
+}
+
+// ---- messages, regions, batches ------------------------------------------------------------
+
+void Engine::deliver(Endpoint& from, const MessageHead& head, Bytes bytes) {
+  queue_.put({from.peer_id, head, std::move(bytes)});
+}
+
+void Engine::deliver_reply(Endpoint& from, uint64_t correlation, Bytes bytes, uint32_t nbytes) {
+  if (const auto peer = peer_of(from)) peer->requests.reply(correlation, std::move(bytes), nbytes);
+}
+
+int32_t Engine::request(uint64_t id, const MessageHead& head, const void* data, Deadline deadline,
+                        RequestTable::Waiter* out) {
+  std::shared_ptr<Peer> peer;
+  if (const int32_t status = find_peer(id, &peer); status != MC_OK) return status;
+  MessageHead numbered = head;
+  numbered.correlation = next_correlation_++;
+  if (const int32_t status = peer->requests.add(numbered.correlation, out); status != MC_OK) {
+    return status;
+  }
+  int32_t status = peer->endpoint->send(numbered, data, deadline);
+  if (status == MC_OK && !out->done.wait(deadline)) {
+    status = fail(MC_E_TIMEOUT, "no reply from %s before the deadline",
+                  peer->introduction.address.c_str());
+  }
+  if (status != MC_OK) {
+    peer->requests.remove(numbered.correlation);
+    if (!out->done.is_set()) return status;
+  }
+  return out->failure.raise();
+}
+
+int32_t Engine::deregister(uint32_t id, Deadline deadline) {
+  std::shared_ptr<Region> region;
+  if (const int32_t status = regions_.drop(id, &region); status != MC_OK) return status;
+  if (!region) return MC_OK;
+  const bool quiet = region->revoke(deadline);
+  std::vector<std::shared_ptr<Peer>> peers;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [peer_id, peer] : peers_) peers.push_back(peer);
+  }
+  for (const auto& peer : peers) peer->endpoint->forget(region, deadline);
+  return quiet ? MC_OK : fail(MC_E_TIMEOUT, "a copy in region %u did not end in time", id);
+}
+
+void Engine::track(const std::shared_ptr<Batch>& batch, const std::shared_ptr<Endpoint>& endpoint) {
+  const std::lock_guard lock(mutex_);
+  batches_[batch.get()] = {batch, endpoint};
+}
+
+void Engine::untrack(const Batch& batch) {
+  const std::lock_guard lock(mutex_);
+  batches_.erase(&batch);
+}
+
+}  // namespace mc

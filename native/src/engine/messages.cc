@@ -1,0 +1,118 @@
+#include "engine/messages.h"
+
+#include <algorithm>
+
+namespace mc {
+
+bool MessageQueue::reserve(uint32_t nbytes, const std::shared_ptr<RoomWaiter>& waiter) {
+  const std::lock_guard lock(mutex_);
+  const uint64_t whole = nbytes + kOverheadBytes;
+  if (bytes_ == 0 || bytes_ + whole <= bytes_max_) {  // one message is always let in
+    bytes_ += whole;
+    return true;
+  }
+  waiters_.push_back(waiter);
+  return false;
+}
+
+void MessageQueue::unreserve(uint32_t nbytes) { give_back(nbytes + kOverheadBytes); }
+
+void MessageQueue::give_back(uint64_t nbytes) {
+  std::vector<std::weak_ptr<RoomWaiter>> waiters;
+  {
+    const std::lock_guard lock(mutex_);
+    bytes_ -= nbytes;
+    if (bytes_ <= bytes_max_ / 2) waiters.swap(waiters_);  // not one wake-up for every message
+  }
+  for (const auto& weak : waiters) {
+    if (const auto waiter = weak.lock()) waiter->room();
+  }
+}
+
+void MessageQueue::put(Received message) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    messages_.push_back(std::move(message));
+  }
+  ready_.notify_one();
+}
+
+int32_t MessageQueue::take(Deadline deadline, Received* out) {
+  {
+    std::unique_lock lock(mutex_);
+    const auto ready = [this] { return closed_ || wakes_ > 0 || !messages_.empty(); };
+    if (!ready() && !ready_.wait_until(lock, deadline.as_time_point(), ready)) {
+      return MC_E_TIMEOUT;
+    }
+    if (closed_) return fail(MC_E_CANCELLED, "the engine was closed");
+    if (wakes_ > 0) {
+      --wakes_;
+      return MC_E_CANCELLED;
+    }
+    *out = std::move(messages_.front());
+    messages_.pop_front();
+  }
+  give_back(out->head.nbytes + kOverheadBytes);
+  return MC_OK;
+}
+
+void MessageQueue::wake() {
+  {
+    const std::lock_guard lock(mutex_);
+    ++wakes_;
+  }
+  ready_.notify_one();
+}
+
+void MessageQueue::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  ready_.notify_all();
+}
+
+uint64_t MessageQueue::bytes() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_;
+}
+
+uint64_t MessageQueue::count() const {
+  const std::lock_guard lock(mutex_);
+  return messages_.size();
+}
+
+int32_t RequestTable::add(uint64_t correlation, Waiter* waiter) {
+  const std::lock_guard lock(mutex_);
+  if (failed_.status != MC_OK) return failed_.raise();
+  waiters_.emplace(correlation, waiter);
+  return MC_OK;
+}
+
+void RequestTable::remove(uint64_t correlation) {
+  const std::lock_guard lock(mutex_);
+  waiters_.erase(correlation);
+}
+
+void RequestTable::reply(uint64_t correlation, Bytes bytes, uint32_t nbytes) {
+  const std::lock_guard lock(mutex_);
+  const auto found = waiters_.find(correlation);
+  if (found == waiters_.end()) return;  // its caller stopped waiting
+  found->second->bytes = std::move(bytes);
+  found->second->nbytes = nbytes;
+  found->second->done.set();
+  waiters_.erase(found);
+}
+
+void RequestTable::fail_all(const Failure& why) {
+  const std::lock_guard lock(mutex_);
+  failed_ = why;
+  for (const auto& [correlation, waiter] : waiters_) {
+    waiter->failure = why;
+    waiter->done.set();
+  }
+  waiters_.clear();
+}
+
+}  // namespace mc

@@ -1,0 +1,157 @@
+#include "transport/batch.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "base/crc.h"
+
+namespace mc {
+
+Batch::Batch(mc_slice* slices, uint64_t n, Deadline deadline)
+    : slices_(slices), n_(n), deadline_(deadline), progress_(n), open_(n) {
+  if (n == 0) done_.set();
+}
+
+int32_t Batch::check(const mc_slice* slices, uint64_t n) {
+  if (n > 0 && slices == nullptr) return fail(MC_E_USAGE, "slices is null");
+  for (uint64_t i = 0; i < n; ++i) {
+    uint64_t end = 0;
+    if (slices[i].op != MC_OP_READ && slices[i].op != MC_OP_WRITE) {
+      return fail(MC_E_USAGE, "slice %lu: op %u is neither read nor write", i, slices[i].op);
+    }
+    if ((slices[i].flags & ~(MC_SLICE_CRC | MC_SLICE_FENCE)) != 0) {
+      return fail(MC_E_USAGE, "slice %lu: unknown flags %#x", i, slices[i].flags);
+    }
+    if (__builtin_add_overflow(slices[i].local, slices[i].length, &end) ||
+        (slices[i].local == 0 && slices[i].length > 0)) {
+      return fail(MC_E_USAGE, "slice %lu: local [%#lx, +%lu) is no range of memory", i,
+                  slices[i].local, slices[i].length);
+    }
+  }
+  return MC_OK;
+}
+
+Batch::Next Batch::next_part(uint64_t read_bytes_max, uint64_t write_bytes_max, Part* out) {
+  const std::lock_guard lock(mutex_);
+  if (stopped()) return Next::kEnd;
+  // A slice that failed already: what is left of it need not travel.
+  while (cursor_ < n_ && progress_[cursor_].complete) {
+    ++cursor_;
+    cursor_offset_ = cursor_part_ = 0;
+  }
+  if (cursor_ == n_) return Next::kEnd;
+  const mc_slice& slice = slices_[cursor_];
+  if ((slice.flags & MC_SLICE_FENCE) != 0 && cursor_offset_ == 0 && open_ > n_ - cursor_) {
+    return Next::kFence;
+  }
+  Progress& progress = progress_[cursor_];
+  const uint64_t length = std::min(
+      slice.length - cursor_offset_, slice.op == MC_OP_READ ? read_bytes_max : write_bytes_max);
+  uint64_t remote = 0;
+  if (__builtin_add_overflow(slice.remote_offset, cursor_offset_, &remote)) remote = UINT64_MAX;
+  *out = {cursor_, cursor_part_, slice.op, slice.region, (slice.flags & MC_SLICE_CRC) != 0,
+          remote, slice.local + cursor_offset_, length};
+  ++progress.open_parts;
+  cursor_offset_ += length;
+  ++cursor_part_;
+  if (cursor_offset_ == slice.length) {
+    progress.handed_out = true;
+    ++cursor_;
+    cursor_offset_ = cursor_part_ = 0;
+  }
+  return Next::kPart;
+}
+
+void Batch::part_done(const Part& part, int32_t status, uint32_t crc, const char* reason) {
+  const std::lock_guard lock(mutex_);
+  Progress& progress = progress_[part.slice];
+  --progress.open_parts;
+  if (progress.complete) return;
+  if (status != MC_OK) {
+    if (progress.status == MC_OK && (failure_.status == MC_OK || part.slice < failed_slice_)) {
+      failed_slice_ = part.slice;
+      failure_ = {status, "slice " + std::to_string(part.slice) + ": " + reason};
+    }
+    if (progress.status == MC_OK) progress.status = status;
+  } else if (part.crc) {
+    const bool single = progress.handed_out && part.number == 0 && progress.open_parts == 0;
+    if (single) slices_[part.slice].crc = crc;
+    else progress.crcs.push_back({part.number, part.length, crc});
+  }
+  if (progress.open_parts > 0) return;
+  // A failed slice completes early: no part of it is in flight, and none will be handed out.
+  if (progress.handed_out || progress.status != MC_OK) {
+    if (progress.status == MC_OK && !progress.crcs.empty()) join_crcs_locked(part.slice);
+    complete_locked(part.slice, progress.status);
+  }
+}
+
+void Batch::join_crcs_locked(uint64_t i) {
+  auto& crcs = progress_[i].crcs;
+  std::sort(crcs.begin(), crcs.end(),
+            [](const PartCrc& a, const PartCrc& b) { return a.number < b.number; });
+  uint32_t crc = 0;
+  for (const PartCrc& part : crcs) crc = crc32c_concat(crc, part.crc, part.nbytes);
+  slices_[i].crc = crc;
+}
+
+void Batch::complete_locked(uint64_t i, int32_t status) {
+  progress_[i].complete = true;
+  slices_[i].status = status;
+  if (--open_ > 0) return;
+  if (event_fd_) {
+    const uint64_t one = 1;
+    (void)!write(event_fd_.get(), &one, sizeof one);
+  }
+  done_.set();
+}
+
+void Batch::finish(int32_t status, const char* reason) {
+  const std::lock_guard lock(mutex_);
+  stopped_ = true;
+  for (uint64_t i = 0; i < n_ && open_ > 0; ++i) {
+    if (progress_[i].complete) continue;
+    if (failure_.status == MC_OK || i < failed_slice_) {
+      failed_slice_ = i;
+      failure_ = {status, reason};
+    }
+    complete_locked(i, status);
+  }
+}
+
+bool Batch::copying() {
+  const std::lock_guard lock(mutex_);
+  if (stopped()) return false;
+  ++copies_;
+  return true;
+}
+
+void Batch::copied() {
+  const std::lock_guard lock(mutex_);
+  if (--copies_ == 0) idle_.notify_all();
+}
+
+void Batch::stop() {
+  std::unique_lock lock(mutex_);
+  stopped_ = true;
+  idle_.wait(lock, [this] { return copies_ == 0; });  // a copy is bounded and waits for nobody
+}
+
+Failure Batch::outcome() const {
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+int32_t Batch::event_fd(int* out) {
+  const std::lock_guard lock(mutex_);
+  if (!event_fd_) {
+    event_fd_.reset(eventfd(open_ == 0 ? 1 : 0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!event_fd_) return fail_errno(MC_E_OUT_OF_SPACE, "eventfd of the batch");
+  }
+  *out = event_fd_.get();
+  return MC_OK;
+}
+
+}  // namespace mc

@@ -1,0 +1,101 @@
+// A batch of slices on its way: who may write what, and when it is done.
+//
+// A transport cuts slices into parts and reports each part once with part_done(). The caller's
+// mc_slice array is written under the batch's mutex and only until the batch has finished; after
+// finish() returned it is never touched again.
+//
+// Cursor: next_part() hands out the parts in order, so that a transport keeps as many in flight as
+// it likes; a fenced slice is handed out only when all slices before it have completed.
+//
+// Writing into local memory: a transport that copies by itself enters copying() for each piece of
+// work. stop() makes later copying() fail and waits for the running ones. Transports with other
+// ways of writing (a socket's reader) detach in Endpoint::cancel.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/abi.h"
+#include "base/deadline.h"
+#include "base/event.h"
+#include "base/fd.h"
+#include "base/status.h"
+
+namespace mc {
+
+struct Part {
+  uint64_t slice = 0;   // index in the batch
+  uint64_t number = 0;  // of this part in its slice
+  uint32_t op = 0, region = 0;
+  bool crc = false;
+  uint64_t remote_offset = 0, local = 0, length = 0;
+};
+
+class Batch {
+ public:
+  Batch(mc_slice* slices, uint64_t n, Deadline deadline);
+
+  // MC_E_USAGE: an operation or a range that no peer could accept.
+  static int32_t check(const mc_slice* slices, uint64_t n);
+
+  uint64_t count() const { return n_; }
+  const mc_slice& slice(uint64_t i) const { return slices_[i]; }  // not after finish()
+  Deadline deadline() const { return deadline_; }
+
+  enum class Next { kPart, kFence, kEnd };
+  // kFence: nothing may be handed out until a part_done() came. One caller at a time.
+  Next next_part(uint64_t read_bytes_max, uint64_t write_bytes_max, Part* out);
+
+  // `crc` counts when the slice asked for it. A failure's first report decides the slice.
+  void part_done(const Part& part, int32_t status, uint32_t crc, const char* reason = "");
+  // Complete everything that has not with this status. The caller has made sure before that
+  // nobody writes into local memory for this batch any more.
+  void finish(int32_t status, const char* reason);
+
+  bool copying();  // true: call copied() after the copy
+  void copied();
+  void stop();
+  bool stopped() const { return stopped_.load(std::memory_order_acquire); }
+
+  bool done() const { return done_.is_set(); }
+  bool wait(Deadline deadline) { return done_.wait(deadline); }
+  Failure outcome() const;  // of a batch that is done
+  int32_t event_fd(int* out);
+
+ private:
+  struct PartCrc {
+    uint64_t number, nbytes;
+    uint32_t crc;
+  };
+  struct Progress {
+    uint64_t open_parts = 0;  // handed out, not reported
+    bool handed_out = false;  // all of its parts
+    bool complete = false;
+    int32_t status = MC_OK;
+    std::vector<PartCrc> crcs;  // of a slice in several parts
+  };
+  void complete_locked(uint64_t i, int32_t status);
+  void join_crcs_locked(uint64_t i);
+
+  mc_slice* const slices_;
+  const uint64_t n_;
+  const Deadline deadline_;
+  std::atomic<bool> stopped_{false};
+  Event done_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable idle_;  // copies_ became 0
+  std::vector<Progress> progress_;
+  uint64_t cursor_ = 0, cursor_offset_ = 0, cursor_part_ = 0;
+  uint64_t open_ = 0;  // slices not complete
+  uint64_t copies_ = 0;
+  uint64_t failed_slice_ = 0;
+  Failure failure_;  // of the lowest failed slice
+  Fd event_fd_;
+};
+
+}  // namespace mc

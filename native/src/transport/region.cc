@@ -1,0 +1,154 @@
+#include "transport/region.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+
+#include "base/status.h"
+
+namespace mc {
+namespace {
+
+std::vector<uint64_t> starts_of(const std::vector<mc_piece>& pieces) {
+  std::vector<uint64_t> starts;
+  uint64_t at = 0;
+  for (const mc_piece& piece : pieces) {
+    starts.push_back(at);
+    at += piece.nbytes;
+  }
+  return starts;
+}
+
+uint64_t sum_of(const std::vector<mc_piece>& pieces) {
+  uint64_t sum = 0;
+  for (const mc_piece& piece : pieces) sum += piece.nbytes;
+  return sum;
+}
+
+}  // namespace
+
+Region::Region(uint32_t id, std::vector<mc_piece> pieces, uint32_t access, Fd fd)
+    : id_(id),
+      pieces_(std::move(pieces)),
+      starts_(starts_of(pieces_)),
+      nbytes_(sum_of(pieces_)),
+      access_(access),
+      fd_(std::move(fd)) {}
+
+bool Region::allows(uint32_t access, uint64_t offset, uint64_t length) const {
+  return (access_ & access) == access && offset <= nbytes_ && length <= nbytes_ - offset;
+}
+
+void Region::slice(uint64_t offset, uint64_t length, std::vector<iovec>* out) const {
+  size_t i = static_cast<size_t>(
+      std::upper_bound(starts_.begin(), starts_.end(), offset) - starts_.begin() - 1);
+  for (; length > 0; ++i) {
+    const uint64_t skip = offset - starts_[i];
+    const uint64_t n = std::min(length, pieces_[i].nbytes - skip);
+    out->push_back({reinterpret_cast<void*>(pieces_[i].address + skip), n});
+    offset += n;
+    length -= n;
+  }
+}
+
+bool Region::pin() {
+  if ((state_.fetch_add(1, std::memory_order_acq_rel) & kRevoked) == 0) return true;
+  unpin();
+  return false;
+}
+
+void Region::unpin() { state_.fetch_sub(1, std::memory_order_acq_rel); }
+
+bool Region::revoke(Deadline deadline) {
+  state_.fetch_or(kRevoked, std::memory_order_acq_rel);
+  const timespec pause{0, 20'000};  // pins span one copy; nobody pays for a wake-up on each unpin
+  while ((state_.load(std::memory_order_acquire) & ~kRevoked) != 0) {
+    if (deadline.passed()) return false;
+    nanosleep(&pause, nullptr);
+  }
+  return true;
+}
+
+int32_t RegionTable::check_overlap(const std::vector<mc_piece>& pieces, uint32_t access) const {
+  const bool writable = (access & MC_ACCESS_REMOTE_WRITE) != 0;
+  for (const auto& [id, entry] : entries_) {
+    if (!writable && (entry.region->access() & MC_ACCESS_REMOTE_WRITE) == 0) continue;
+    for (const mc_piece& old : entry.region->pieces()) {
+      for (const mc_piece& piece : pieces) {
+        if (piece.address < old.address + old.nbytes && old.address < piece.address + piece.nbytes) {
+          return fail(MC_E_USAGE,
+                      "memory [%#lx, +%lu) overlaps [%#lx, +%lu) of region %u, and one of them is "
+                      "writable",
+                      piece.address, piece.nbytes, old.address, old.nbytes, id);
+        }
+      }
+    }
+  }
+  return MC_OK;
+}
+
+int32_t RegionTable::add(const mc_piece* pieces, uint64_t n, uint32_t access, int fd,
+                         uint32_t* out_id) {
+  if (n == 0 || pieces == nullptr) return fail(MC_E_USAGE, "a region needs at least one piece");
+  if (access == 0 || (access & ~(MC_ACCESS_REMOTE_READ | MC_ACCESS_REMOTE_WRITE)) != 0) {
+    return fail(MC_E_USAGE, "access %#x is not a mask of MC_ACCESS_*", access);
+  }
+  uint64_t total = 0;
+  for (uint64_t i = 0; i < n; ++i) {
+    uint64_t end = 0;
+    if (pieces[i].address == 0 || pieces[i].nbytes == 0 ||
+        __builtin_add_overflow(pieces[i].address, pieces[i].nbytes, &end) ||
+        __builtin_add_overflow(total, pieces[i].nbytes, &total)) {
+      return fail(MC_E_USAGE, "piece %lu: [%#lx, +%lu) is no range of memory", i,
+                  pieces[i].address, pieces[i].nbytes);
+    }
+  }
+  Fd own;
+  if (fd >= 0 && n == 1) {
+    own.reset(fcntl(fd, F_DUPFD_CLOEXEC, 3));
+    if (!own) return fail_errno(MC_E_USAGE, "fd %d of the region", fd);
+  }
+  const std::lock_guard lock(mutex_);
+  if (n == 1) {
+    for (auto& [id, entry] : entries_) {
+      const Region& old = *entry.region;
+      if (old.pieces().size() == 1 && old.pieces()[0].address == pieces[0].address &&
+          old.nbytes() == total && old.access() == access) {
+        ++entry.count;
+        *out_id = id;
+        return MC_OK;
+      }
+    }
+  }
+  std::vector<mc_piece> copy(pieces, pieces + n);
+  if (const int32_t status = check_overlap(copy, access); status != MC_OK) return status;
+  const uint32_t id = next_id_++;
+  entries_[id].region = std::make_shared<Region>(id, std::move(copy), access, std::move(own));
+  *out_id = id;
+  return MC_OK;
+}
+
+int32_t RegionTable::drop(uint32_t id, std::shared_ptr<Region>* out_last) {
+  const std::lock_guard lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return fail(MC_E_ACCESS, "no region %u is registered", id);
+  if (--found->second.count > 0) return MC_OK;
+  *out_last = std::move(found->second.region);
+  entries_.erase(found);
+  return MC_OK;
+}
+
+std::shared_ptr<Region> RegionTable::find(uint32_t id) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = entries_.find(id);
+  return found == entries_.end() ? nullptr : found->second.region;
+}
+
+std::vector<std::shared_ptr<Region>> RegionTable::all() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<Region>> out;
+  for (const auto& [id, entry] : entries_) out.push_back(entry.region);
+  return out;
+}
+
+}  // namespace mc

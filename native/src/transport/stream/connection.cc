@@ -1,0 +1,317 @@
+#include "transport/stream/connection.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "transport/stream/stream_endpoint.h"
+
+namespace mc {
+
+Connection::Connection(Fd fd, bool passes_fds, StreamEndpoint& owner, Host& host,
+                       uint64_t copied_max)
+    : fd_(std::move(fd)),
+      host_(host),
+      loop_(host.loop()),
+      owner_raw_(&owner),
+      out_(fd_.get(), copied_max),
+      in_(fd_.get(), passes_fds, *this) {}
+
+Connection::~Connection() {
+  if (reserved_nbytes_ > 0) host_.unreserve(reserved_nbytes_);
+}
+
+int32_t Connection::start(const std::shared_ptr<StreamEndpoint>& owner) {
+  owner_ = owner;
+  const std::lock_guard lock(interest_mutex_);
+  interest_ = EPOLLIN;
+  return loop_.add(shared_from_this(), fd_.get(), interest_);
+}
+
+void Connection::close() {
+  if (closed_.exchange(true)) return;
+  loop_.remove(*this, fd_.get());
+  out_.close();
+  ::shutdown(fd_.get(), SHUT_RDWR);
+}
+
+void Connection::update_interest() {
+  const std::lock_guard lock(interest_mutex_);
+  if (closed_) return;
+  const uint32_t want = (paused_ || crowded_ ? 0U : static_cast<uint32_t>(EPOLLIN)) |
+                        (out_.full() ? static_cast<uint32_t>(EPOLLOUT) : 0U);
+  if (want == interest_) return;
+  interest_ = want;
+  loop_.modify(*this, fd_.get(), want);
+}
+
+void Connection::settle() {
+  if (out_.broken()) {
+    loop_.post([self = shared_from_this()] { self->broken_on_progress("cannot be written"); });
+  } else if (out_.full()) {
+    update_interest();
+  }
+}
+
+void Connection::flush_on_progress() {
+  if (!out_.full()) (void)out_.pump();
+  settle();
+}
+
+void Connection::broken_on_progress(const char* what) {
+  const std::shared_ptr<StreamEndpoint> owner = owner_.lock();
+  if (owner) owner->close({MC_E_PEER_UNREACHABLE, std::string("the connection ") + what});
+}
+
+void Connection::ready_on_progress(uint32_t events) {
+  const std::shared_ptr<StreamEndpoint> owner = owner_.lock();
+  if (!owner) return close();
+  if ((events & EPOLLOUT) != 0) {
+    if (out_.pump() == OutQueue::Pumped::kBroken) return broken_on_progress("was cut");
+    if (crowded_ && out_.answers() + work_ < kBacklogMax / 2) {
+      crowded_ = false;
+      act_on_progress(in_.resume_on_progress(), owner);
+    }
+    update_interest();
+  }
+  if ((events & EPOLLIN) != 0 && !paused_ && !crowded_) {
+    act_on_progress(in_.read_on_progress(), owner);
+  } else if ((events & (EPOLLERR | EPOLLHUP)) != 0) {
+    broken_on_progress("was cut by the peer");
+  }
+}
+
+void Connection::act_on_progress(InStream::Outcome outcome,
+                                 const std::shared_ptr<StreamEndpoint>& owner) {
+  flush_on_progress();
+  owner->issue();
+  switch (outcome) {
+    case InStream::Outcome::kDrained:
+    case InStream::Outcome::kMore:
+      if (backlogged()) {
+        crowded_ = true;
+        update_interest();
+      }
+      break;
+    case InStream::Outcome::kPaused:
+      update_interest();
+      break;
+    case InStream::Outcome::kClosed:
+      broken_on_progress("was closed by the peer");
+      break;
+    case InStream::Outcome::kBad:
+      host_.refused();
+      broken_on_progress("carried a frame against the protocol");
+      break;
+  }
+}
+
+void Connection::room() {
+  loop_.post([self = shared_from_this()] {
+    const std::shared_ptr<StreamEndpoint> owner = self->owner_.lock();
+    if (!owner || self->closed_ || !self->paused_) return;
+    self->paused_ = false;
+    self->act_on_progress(self->in_.resume_on_progress(), owner);
+    self->update_interest();
+  });
+}
+
+void Connection::finish_work(uint64_t n) {
+  work_ -= n;
+  if (!crowded_) return;
+  loop_.post([self = shared_from_this()] {
+    const std::shared_ptr<StreamEndpoint> owner = self->owner_.lock();
+    if (!owner || !self->crowded_ || self->backlogged()) return;
+    self->crowded_ = false;
+    self->act_on_progress(self->in_.resume_on_progress(), owner);
+    self->update_interest();
+  });
+}
+
+// ---- frames --------------------------------------------------------------------------------
+
+Connection::Body Connection::begin_on_progress(const FrameHead& head) {
+  switch (head.type) {
+    case FrameType::kMessage:
+    case FrameType::kReply:
+    case FrameType::kRegion:
+      return begin_message_on_progress(head);
+    case FrameType::kData:
+      return begin_data_on_progress(head);
+    case FrameType::kWrite:
+      return begin_write_on_progress(head);
+    case FrameType::kRead:
+      return head.a <= kEntriesMax && head.nbytes == head.a * sizeof(ReadEntry) ? Body::kInline
+                                                                                : Body::kBad;
+    case FrameType::kPull:
+      return head.a <= kEntriesMax && head.nbytes == head.a * sizeof(PullEntry) ? Body::kInline
+                                                                                : Body::kBad;
+    case FrameType::kDone:
+    case FrameType::kQuery:
+    case FrameType::kRevoked:
+    case FrameType::kRevokedAck:
+      return head.nbytes == 0 ? Body::kInline : Body::kBad;
+  }
+  return Body::kBad;
+}
+
+Connection::Body Connection::begin_message_on_progress(const FrameHead& head) {
+  const uint32_t cap =
+      head.type == FrameType::kRegion ? kRegionBodyMax : owner_raw_->message_bytes_max();
+  if (head.nbytes > cap) return Body::kBad;
+  if (head.type == FrameType::kMessage) {
+    paused_ = true;  // before reserve(): room() may come at once
+    if (!host_.reserve(head.nbytes, shared_from_this())) return Body::kLater;
+    paused_ = false;
+    reserved_nbytes_ = head.nbytes;
+  }
+  message_ = allocate_bytes(head.nbytes);
+  return message_ ? Body::kPlaced : Body::kBad;
+}
+
+Connection::Body Connection::begin_data_on_progress(const FrameHead& head) {
+  const auto status = static_cast<int32_t>(head.a);
+  if (head.nbytes > kPartMax || status > 0 || (status != MC_OK && head.nbytes > 0)) {
+    return Body::kBad;
+  }
+  crc_ = 0;
+  body_status_ = status;
+  bool fits = true;
+  const bool known = parts_.with(head.tag, [&](const PartTable::Entry& entry) {
+    fits = entry.part.op == MC_OP_READ && (status != MC_OK || entry.part.length == head.nbytes);
+  });
+  if (!fits) return Body::kBad;
+  return known ? Body::kPlaced : Body::kDropped;
+}
+
+Connection::Body Connection::begin_write_on_progress(const FrameHead& head) {
+  if (head.nbytes > kPartMax) return Body::kBad;
+  crc_ = 0;
+  body_status_ = MC_OK;
+  body_region_ = host_.region(head.a);
+  if (!body_region_ || !body_region_->allows(MC_ACCESS_REMOTE_WRITE, head.c, head.nbytes)) {
+    host_.refused();
+    body_region_.reset();
+    body_status_ = MC_E_ACCESS;
+    return Body::kDropped;
+  }
+  return Body::kPlaced;
+}
+
+ssize_t Connection::place_on_progress(const FrameHead& head, uint64_t done, uint64_t n,
+                                      const Fill& fill) {
+  if (head.type == FrameType::kData) return place_data_on_progress(head, done, n, fill);
+  if (head.type == FrameType::kWrite) return place_write_on_progress(head, done, n, fill);
+  const iovec piece{message_.get() + done, n};
+  return fill(&piece, 1);
+}
+
+ssize_t Connection::place_data_on_progress(const FrameHead& head, uint64_t done, uint64_t n,
+                                           const Fill& fill) {
+  ssize_t filled = 0;
+  parts_.with(head.tag, [&](const PartTable::Entry& entry) {
+    if (entry.batch->stopped()) return;
+    auto* at = reinterpret_cast<uint8_t*>(entry.part.local + done);
+    const iovec piece{at, n};
+    filled = fill(&piece, 1);
+    if (filled > 0 && entry.part.crc) crc_ = mc_crc32c(at, static_cast<uint64_t>(filled), crc_);
+  });
+  return filled;
+}
+
+ssize_t Connection::place_write_on_progress(const FrameHead& head, uint64_t done, uint64_t n,
+                                            const Fill& fill) {
+  const Pin pin(body_region_);
+  if (!pin) {
+    body_status_ = MC_E_ACCESS;
+    return 0;
+  }
+  std::vector<iovec> pieces;
+  pin->slice(head.c + done, n, &pieces);
+  const ssize_t filled = fill(pieces.data(), pieces.size());
+  if ((head.b & kWriteCrc) != 0) {
+    auto left = static_cast<uint64_t>(std::max<ssize_t>(filled, 0));
+    for (const iovec& piece : pieces) {
+      const uint64_t part = std::min<uint64_t>(left, piece.iov_len);
+      crc_ = mc_crc32c(piece.iov_base, part, crc_);
+      left -= part;
+    }
+  }
+  return filled;
+}
+
+bool Connection::end_on_progress(const FrameHead& head, const uint8_t* bytes) {
+  switch (head.type) {
+    case FrameType::kMessage: {
+      reserved_nbytes_ = 0;  // the queue's now
+      host_.deliver(*owner_raw_, {head.tag, head.a, head.nbytes}, std::move(message_));
+      return true;
+    }
+    case FrameType::kReply:
+      host_.deliver_reply(*owner_raw_, head.tag, std::move(message_), head.nbytes);
+      return true;
+    case FrameType::kRead:
+      return answer_reads_on_progress(head, bytes);
+    case FrameType::kData:
+      end_data_on_progress(head);
+      return true;
+    case FrameType::kWrite:
+      end_write_on_progress(head);
+      return true;
+    case FrameType::kDone:
+      body_status_ = static_cast<int32_t>(head.a);
+      crc_ = head.b;
+      end_data_on_progress(head);
+      return true;
+    case FrameType::kRegion: {
+      const Bytes body = std::move(message_);
+      return owner_raw_->other_frame_on_progress(*this, head, body.get());
+    }
+    default:
+      return owner_raw_->other_frame_on_progress(*this, head, bytes);
+  }
+}
+
+void Connection::end_data_on_progress(const FrameHead& head) {
+  std::shared_ptr<Batch> batch;
+  Part part;
+  if (!parts_.take(head.tag, &batch, &part)) return;
+  owner_raw_->part_over(batch, part, body_status_, crc_);
+}
+
+void Connection::end_write_on_progress(const FrameHead& head) {
+  FrameHead done;
+  done.type = FrameType::kDone;
+  done.tag = head.tag;
+  done.a = static_cast<uint32_t>(body_status_);
+  done.b = crc_;
+  body_region_.reset();
+  (void)out_.send(done, nullptr, OutQueue::Room::kAlways);
+}
+
+bool Connection::answer_reads_on_progress(const FrameHead& head, const uint8_t* bytes) {
+  std::shared_ptr<Region> region;
+  for (uint32_t i = 0; i < head.a; ++i) {
+    ReadEntry entry;
+    memcpy(&entry, bytes + i * sizeof entry, sizeof entry);
+    if (entry.length > kPartMax) return false;
+    if (!region || region->id() != entry.region) region = host_.region(entry.region);
+    FrameHead answer;
+    answer.type = FrameType::kData;
+    answer.tag = entry.tag;
+    if (region && region->allows(MC_ACCESS_REMOTE_READ, entry.offset, entry.length)) {
+      answer.nbytes = static_cast<uint32_t>(entry.length);
+      out_.answer(answer, region, entry.offset);
+    } else {
+      host_.refused();
+      answer.a = static_cast<uint32_t>(MC_E_ACCESS);
+      (void)out_.send(answer, nullptr, OutQueue::Room::kAlways);
+    }
+  }
+  return true;
+}
+
+}  // namespace mc

@@ -1,0 +1,97 @@
+// One framed connection: a socket, its two halves, and the parts asked for on it.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "transport/stream/in_stream.h"
+#include "transport/stream/out_queue.h"
+#include "transport/stream/part_table.h"
+#include "transport/transport.h"
+
+namespace mc {
+
+class StreamEndpoint;
+
+class Connection final : public Source,
+                         public RoomWaiter,
+                         public FrameHandler,
+                         public std::enable_shared_from_this<Connection> {
+ public:
+  Connection(Fd fd, bool passes_fds, StreamEndpoint& owner, Host& host, uint64_t copied_max);
+  ~Connection() override;
+
+  int32_t start(const std::shared_ptr<StreamEndpoint>& owner);
+  // Nothing is sent or received after it. Does not wait.
+  void close();
+
+  // Write something with `use(out)` and see to what it leaves behind. From any thread.
+  template <typename Use>
+  auto write(Use use) {
+    const auto result = use(out_);
+    settle();
+    return result;
+  }
+  // Go on with the answers that were queued on the progress thread.
+  void flush_on_progress();
+
+  OutQueue& out() { return out_; }
+  PartTable& parts() { return parts_; }
+  Fd take_fd() { return in_.take_fd(); }
+  int fd() const { return fd_.get(); }
+  uint64_t received_bytes() const { return in_.received_bytes(); }
+  // Work taken on for the peer and not yet answered by other means than the out queue.
+  void add_work(uint64_t n) { work_ += n; }
+  void finish_work(uint64_t n);
+
+  void ready_on_progress(uint32_t events) override;
+  void room() override;
+
+  Body begin_on_progress(const FrameHead& head) override;
+  ssize_t place_on_progress(const FrameHead& head, uint64_t done, uint64_t n,
+                            const Fill& fill) override;
+  bool end_on_progress(const FrameHead& head, const uint8_t* bytes) override;
+
+ private:
+  Body begin_message_on_progress(const FrameHead& head);
+  Body begin_data_on_progress(const FrameHead& head);
+  Body begin_write_on_progress(const FrameHead& head);
+  ssize_t place_data_on_progress(const FrameHead& head, uint64_t done, uint64_t n,
+                                 const Fill& fill);
+  ssize_t place_write_on_progress(const FrameHead& head, uint64_t done, uint64_t n,
+                                  const Fill& fill);
+  void end_data_on_progress(const FrameHead& head);
+  void end_write_on_progress(const FrameHead& head);
+  bool answer_reads_on_progress(const FrameHead& head, const uint8_t* bytes);
+  void read_on_progress();
+  void act_on_progress(InStream::Outcome outcome, const std::shared_ptr<StreamEndpoint>& owner);
+  void broken_on_progress(const char* what);
+  void settle();
+  void update_interest();
+  bool backlogged() const { return out_.answers() + work_ > kBacklogMax; }
+
+  Fd fd_;
+  Host& host_;
+  Loop& loop_;
+  std::weak_ptr<StreamEndpoint> owner_;
+  StreamEndpoint* const owner_raw_;  // valid while owner_ locks, as it is during a callback
+  OutQueue out_;
+  InStream in_;
+  PartTable parts_;
+  std::atomic<uint64_t> work_{0};
+  std::atomic<bool> closed_{false};
+
+  std::mutex interest_mutex_;
+  uint32_t interest_ = 0;
+
+  // State of the frame being received; progress thread only.
+  std::atomic<bool> paused_{false};   // for room in the message queue
+  std::atomic<bool> crowded_{false};  // for answers to leave
+  Bytes message_;
+  uint32_t reserved_nbytes_ = 0;
+  uint32_t crc_ = 0;
+  int32_t body_status_ = MC_OK;
+  std::shared_ptr<Region> body_region_;
+};
+
+}  // namespace mc

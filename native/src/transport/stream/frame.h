@@ -1,0 +1,73 @@
+// The framed protocol on TCP and unix stream sockets. Little-endian, written before its code.
+//
+// A connection begins with one Hello from each side (see hello.h). Then frames: a 32-byte head and
+// `nbytes` of body. Every length is checked against its cap before anything is allocated; a frame
+// that breaks a rule ends the connection.
+//
+//   type         tag          a        b        c         body (cap)
+//   message      correlation  kind     -        -         bytes (message_max_bytes)
+//   reply        correlation  -        -        -         bytes (message_max_bytes)
+//   read         -            count    -        -         count x ReadEntry (kEntriesMax)
+//   data         part         status   crc      -         bytes asked for, or none (kPartMax)
+//   write        part         region   flags    offset    bytes (kPartMax)
+//   pull         -            count    -        -         count x PullEntry (kEntriesMax)
+//   done         part         status   crc      -         -
+//   query        correlation  region   -        -         -
+//   region       correlation  status   flags    -         RegionInfo, pieces (kRegionBodyMax)
+//   revoked      -            region   -        -         -
+//   revoked_ack  -            region   -        -         -
+//
+// read asks for parts; each is answered by one data frame, in any order, straight from memory.
+// write carries a part; it is answered by done. pull asks the owner to fetch a part by itself
+// (shm); answered by done. query / region: what a region of the peer looks like; flag 1 of region:
+// its memfd came along. revoked: that knowledge is void; the ack says that nobody uses it now.
+#pragma once
+
+#include <cstdint>
+
+namespace mc {
+
+enum class FrameType : uint16_t {
+  kMessage = 1, kReply, kRead, kData, kWrite, kPull, kDone, kQuery, kRegion, kRevoked, kRevokedAck,
+};
+
+struct FrameHead {
+  uint32_t nbytes = 0;
+  FrameType type{};
+  uint16_t reserved = 0;
+  uint64_t tag = 0;
+  uint32_t a = 0, b = 0;
+  uint64_t c = 0;
+};
+static_assert(sizeof(FrameHead) == 32);
+
+struct ReadEntry {
+  uint64_t tag;
+  uint32_t region, reserved;
+  uint64_t offset, length;
+};
+static_assert(sizeof(ReadEntry) == 32);
+
+struct PullEntry {
+  uint64_t tag;
+  uint32_t region, flags;
+  uint64_t offset, source, length;
+};
+static_assert(sizeof(PullEntry) == 40);
+
+struct RegionInfo {  // followed by piece_count mc_pieces
+  uint64_t nbytes;
+  uint32_t access, piece_count;
+};
+static_assert(sizeof(RegionInfo) == 16);
+
+inline constexpr uint32_t kWriteCrc = 1, kRegionHasFd = 1;
+
+inline constexpr uint32_t kPartMax = 1 << 20;        // a stream part: bounds what a cut leaves over
+inline constexpr uint64_t kPullMax = 8 << 20;        // a part the owner pulls
+inline constexpr uint32_t kEntriesMax = 1024;        // in one read or pull frame
+inline constexpr uint32_t kRegionBodyMax = 16 << 20; // a million pieces
+inline constexpr uint64_t kWindow = 4096;            // parts one side keeps in flight on a connection
+inline constexpr uint64_t kBacklogMax = 2 * kWindow; // unanswered parts after which it is not read
+
+}  // namespace mc

@@ -1,0 +1,254 @@
+#include "transport/stream/out_queue.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "base/status.h"
+
+namespace mc {
+namespace {
+
+constexpr uint64_t kSendingMax = 512 << 10;  // put on its way at once
+constexpr uint64_t kPumpMax = 8 << 20;       // of one pump(), so that one peer cannot keep a thread
+constexpr size_t kIovMax = 512;
+
+bool is_answer(const FrameHead& head) {
+  return head.type == FrameType::kData || head.type == FrameType::kDone ||
+         head.type == FrameType::kRegion || head.type == FrameType::kRevokedAck;
+}
+
+}  // namespace
+
+uint64_t OutQueue::Frame::left() const {
+  uint64_t sum = sizeof head - head_sent;
+  for (size_t i = next; i < body.size(); ++i) sum += body[i].iov_len;
+  return sum;
+}
+
+int32_t OutQueue::send(const FrameHead& head, const void* bytes, Room room, Deadline deadline,
+                       Fd passed) {
+  std::unique_lock lock(mutex_);
+  const auto has_room = [&] {
+    return closed_ || copied_bytes_ == 0 || copied_bytes_ + head.nbytes <= copied_max_;
+  };
+  if (room != Room::kAlways && !has_room()) {
+    if (room == Room::kRefuse) {
+      return fail(MC_E_BACKPRESSURE, "the peer does not read: %lu bytes are queued", copied_bytes_);
+    }
+    if (!room_.wait_until(lock, deadline.as_time_point(), has_room)) {
+      return fail(MC_E_TIMEOUT, "the peer does not read: %lu bytes are queued", copied_bytes_);
+    }
+  }
+  if (closed_) return fail(MC_E_PEER_UNREACHABLE, "the connection is closed");
+  Frame frame;
+  frame.head = head;
+  frame.borrowed = true;
+  frame.passed = std::move(passed);
+  if (head.nbytes > 0) frame.body.push_back({const_cast<void*>(bytes), head.nbytes});
+  if (is_answer(head)) ++answers_;
+  urgent_.push_back(std::move(frame));
+  if (!full_) pump_locked();
+  // What did not go out needs memory of its own: it is the last urgent frame, here or there.
+  if (!urgent_.empty()) {
+    own_rest_locked(urgent_.back());
+  } else {
+    const auto left = std::find_if(sending_.rbegin(), sending_.rend(),
+                                   [](const Frame& one) { return one.borrowed; });
+    if (left != sending_.rend()) own_rest_locked(*left);
+  }
+  return MC_OK;
+}
+
+void OutQueue::own_rest_locked(Frame& frame) {
+  uint64_t n = 0;
+  for (size_t i = frame.next; i < frame.body.size(); ++i) n += frame.body[i].iov_len;
+  auto copy = std::make_unique<uint8_t[]>(n);
+  uint8_t* at = copy.get();
+  for (size_t i = frame.next; i < frame.body.size(); ++i) {
+    memcpy(at, frame.body[i].iov_base, frame.body[i].iov_len);
+    at += frame.body[i].iov_len;
+  }
+  frame.body.assign(n > 0 ? 1 : 0, iovec{copy.get(), n});
+  frame.next = 0;
+  frame.copy = std::move(copy);
+  frame.copied_nbytes = n;
+  copied_bytes_ += n;
+  frame.borrowed = false;
+  frame.region.reset();
+  frame.batch.reset();
+}
+
+void OutQueue::answer(const FrameHead& head, const std::shared_ptr<Region>& region,
+                      uint64_t offset) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  Frame& frame = data_.emplace_back();
+  ++answers_;
+  frame.head = head;
+  region->slice(offset, head.nbytes, &frame.body);
+  frame.region = region;
+  if (!region->alive()) refuse(frame);  // after forget_region() looked
+}
+
+void OutQueue::push(const FrameHead& head, const std::shared_ptr<Batch>& batch, uint64_t local) {
+  const std::lock_guard lock(mutex_);
+  if (closed_ || batch->stopped()) return;
+  Frame& frame = data_.emplace_back();
+  frame.head = head;
+  if (head.nbytes > 0) frame.body.push_back({reinterpret_cast<void*>(local), head.nbytes});
+  frame.batch = batch;
+}
+
+void OutQueue::refuse(Frame& frame) {
+  frame.head.nbytes = 0;
+  frame.head.a = static_cast<uint32_t>(MC_E_ACCESS);
+  frame.body.clear();
+  frame.region.reset();
+}
+
+OutQueue::Pumped OutQueue::pump() {
+  const std::lock_guard lock(mutex_);
+  full_ = false;
+  return pump_locked();
+}
+
+void OutQueue::fill_locked() {
+  while (sending_bytes_ < kSendingMax && sending_.size() < kIovMax) {
+    Frames& from = urgent_.empty() ? data_ : urgent_;
+    if (from.empty()) return;
+    sending_bytes_ += from.front().left();
+    sending_.push_back(std::move(from.front()));
+    from.pop_front();
+  }
+}
+
+ssize_t OutQueue::write_some_locked() {
+  std::array<iovec, kIovMax> iov;
+  size_t n = 0;
+  Fd* passed = nullptr;
+  for (Frame& frame : sending_) {
+    if (n + 1 >= iov.size() || (n > 0 && frame.passed)) break;
+    if (frame.passed) passed = &frame.passed;
+    if (frame.head_sent < sizeof frame.head) {
+      iov[n++] = {reinterpret_cast<uint8_t*>(&frame.head) + frame.head_sent,
+                  sizeof frame.head - frame.head_sent};
+    }
+    size_t i = frame.next;
+    for (; i < frame.body.size() && n < iov.size(); ++i) iov[n++] = frame.body[i];
+    if (i < frame.body.size() || passed != nullptr) break;  // does not fit, or goes alone
+  }
+  msghdr message{};
+  message.msg_iov = iov.data();
+  message.msg_iovlen = n;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
+  if (passed != nullptr) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    const int fd = passed->get();
+    memcpy(CMSG_DATA(header), &fd, sizeof fd);
+  }
+  const ssize_t sent = sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (sent > 0 && passed != nullptr) passed->reset(-1);
+  return sent;
+}
+
+void OutQueue::sent_locked(uint64_t nbytes) {
+  sent_bytes_ += nbytes;
+  sending_bytes_ -= nbytes;
+  const uint64_t copied_before = copied_bytes_;
+  while (!sending_.empty()) {
+    Frame& frame = sending_.front();
+    const uint64_t of_head = std::min<uint64_t>(nbytes, sizeof frame.head - frame.head_sent);
+    frame.head_sent += of_head;
+    nbytes -= of_head;
+    while (frame.next < frame.body.size()) {
+      iovec& piece = frame.body[frame.next];
+      const uint64_t n = std::min<uint64_t>(nbytes, piece.iov_len);
+      piece.iov_base = static_cast<uint8_t*>(piece.iov_base) + n;
+      piece.iov_len -= n;
+      nbytes -= n;
+      if (piece.iov_len > 0) break;
+      ++frame.next;
+    }
+    if (frame.head_sent < sizeof frame.head || frame.next < frame.body.size()) break;
+    if (is_answer(frame.head)) --answers_;
+    copied_bytes_ -= frame.copied_nbytes;
+    sending_.pop_front();
+  }
+  if (copied_bytes_ < copied_before) room_.notify_all();
+}
+
+OutQueue::Pumped OutQueue::pump_locked() {
+  uint64_t pumped = 0;
+  while (!closed_) {
+    fill_locked();
+    if (sending_.empty()) return Pumped::kIdle;
+    if (pumped >= kPumpMax) break;
+    const ssize_t sent = write_some_locked();
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+    if (sent < 0) {  // also EFAULT: registered memory was unmapped
+      broken_ = true;
+      return Pumped::kBroken;
+    }
+    sent_locked(static_cast<uint64_t>(sent));
+    pumped += static_cast<uint64_t>(sent);
+  }
+  full_ = true;
+  return Pumped::kMore;
+}
+
+void OutQueue::forget_region(const Region& region) {
+  const std::lock_guard lock(mutex_);
+  for (Frame& frame : data_) {
+    if (frame.region.get() == &region) refuse(frame);
+  }
+  for (Frame& frame : sending_) {
+    if (frame.region.get() == &region) own_rest_locked(frame);
+  }
+}
+
+void OutQueue::forget_batch(const Batch& batch) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(data_, [&](const Frame& frame) { return frame.batch.get() == &batch; });
+  for (Frame& frame : sending_) {
+    if (frame.batch.get() == &batch) own_rest_locked(frame);
+  }
+}
+
+void OutQueue::close() {
+  Frames dropped[3];
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    dropped[0].swap(sending_);
+    dropped[1].swap(urgent_);
+    dropped[2].swap(data_);
+    copied_bytes_ = sending_bytes_ = 0;
+    answers_ = 0;
+  }
+  room_.notify_all();
+}
+
+uint64_t OutQueue::queued_bytes() const {
+  const std::lock_guard lock(mutex_);
+  uint64_t sum = sending_bytes_;
+  for (const Frame& frame : urgent_) sum += frame.left();
+  for (const Frame& frame : data_) sum += frame.left();
+  return sum;
+}
+
+uint64_t OutQueue::sent_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return sent_bytes_;
+}
+
+}  // namespace mc

@@ -1,0 +1,108 @@
+// The parts one connection has asked for and not yet been answered.
+//
+// Its mutex is also what makes cancelling strict: whoever writes answers into local memory holds
+// it while writing (one copy or one read that does not block), so that after forget() returned
+// nobody writes for that batch.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "transport/batch.h"
+
+namespace mc {
+
+class PartTable {
+ public:
+  struct Entry {
+    std::shared_ptr<Batch> batch;  // null: free
+    Part part;
+    uint32_t generation = 0;
+  };
+
+  // 0 when the batch was stopped or the table is closed.
+  uint64_t add(const std::shared_ptr<Batch>& batch, const Part& part) {
+    const std::lock_guard lock(mutex_);
+    if (closed_ || batch->stopped()) return 0;
+    if (free_.empty()) {
+      free_.push_back(static_cast<uint32_t>(entries_.size()));
+      entries_.emplace_back();
+    }
+    const uint32_t index = free_.back();
+    free_.pop_back();
+    Entry& entry = entries_[index];
+    entry.batch = batch;
+    entry.part = part;
+    ++entry.generation;
+    ++used_;
+    return uint64_t{entry.generation} << 32 | index;
+  }
+
+  // Run `use(entry)` with the part of this tag under the lock. False: no such part (any more).
+  template <typename Use>
+  bool with(uint64_t tag, Use use) {
+    const std::lock_guard lock(mutex_);
+    Entry* entry = find_locked(tag);
+    if (entry == nullptr) return false;
+    use(*entry);
+    return true;
+  }
+
+  // Take it out. False: no such part.
+  bool take(uint64_t tag, std::shared_ptr<Batch>* out_batch, Part* out_part) {
+    const std::lock_guard lock(mutex_);
+    Entry* entry = find_locked(tag);
+    if (entry == nullptr) return false;
+    *out_batch = std::move(entry->batch);
+    *out_part = entry->part;
+    release_locked(static_cast<uint32_t>(tag));
+    return true;
+  }
+
+  uint64_t forget(const Batch& batch) {
+    const std::lock_guard lock(mutex_);
+    uint64_t n = 0;
+    for (uint32_t i = 0; i < entries_.size(); ++i) {
+      if (entries_[i].batch.get() != &batch) continue;
+      entries_[i].batch.reset();
+      release_locked(i);
+      ++n;
+    }
+    return n;
+  }
+
+  std::vector<std::pair<std::shared_ptr<Batch>, Part>> close() {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    std::vector<std::pair<std::shared_ptr<Batch>, Part>> left;
+    for (uint32_t i = 0; i < entries_.size(); ++i) {
+      if (!entries_[i].batch) continue;
+      left.emplace_back(std::move(entries_[i].batch), entries_[i].part);
+      release_locked(i);
+    }
+    return left;
+  }
+
+ private:
+  Entry* find_locked(uint64_t tag) {
+    const uint64_t index = tag & UINT32_MAX;
+    if (index >= entries_.size()) return nullptr;
+    Entry& entry = entries_[index];
+    return entry.batch && entry.generation == tag >> 32 ? &entry : nullptr;
+  }
+  void release_locked(uint32_t index) {
+    entries_[index].batch.reset();
+    free_.push_back(index);
+    --used_;
+  }
+
+  std::mutex mutex_;
+  std::vector<Entry> entries_;
+  std::vector<uint32_t> free_;
+  uint64_t used_ = 0;
+  bool closed_ = false;
+};
+
+}  // namespace mc

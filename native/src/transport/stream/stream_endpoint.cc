@@ -1,0 +1,254 @@
+#include "transport/stream/stream_endpoint.h"
+
+#include <algorithm>
+
+namespace mc {
+namespace {
+
+constexpr uint64_t kStripeMin = 64 << 10;
+
+}  // namespace
+
+Bytes allocate_bytes(uint64_t nbytes) {
+  return Bytes(static_cast<uint8_t*>(malloc(std::max<uint64_t>(nbytes, 1))));
+}
+
+StreamEndpoint::StreamEndpoint(Host& host, Introduction peer, StreamLimits limits,
+                               std::string reason)
+    : host_(host), peer_(std::move(peer)), limits_(limits), reason_(std::move(reason)) {}
+
+int32_t StreamEndpoint::add_lane(Fd fd, bool passes_fds) {
+  auto lane = std::make_shared<Connection>(std::move(fd), passes_fds, *this, host_,
+                                           limits_.copied_max);
+  {
+    const std::lock_guard lock(lanes_mutex_);
+    if (closed_) return fail(MC_E_PEER_UNREACHABLE, "the peer is gone");
+    lanes_.push_back(lane);
+    if (!started_) return MC_OK;
+  }
+  return lane->start(shared_from_this());
+}
+
+int32_t StreamEndpoint::start() {
+  Lanes starting;
+  {
+    const std::lock_guard lock(lanes_mutex_);
+    started_ = true;
+    starting = lanes_;
+  }
+  for (const auto& lane : starting) {
+    if (const int32_t status = lane->start(shared_from_this()); status != MC_OK) return status;
+  }
+  return MC_OK;
+}
+
+StreamEndpoint::Lanes StreamEndpoint::lanes() const {
+  const std::lock_guard lock(lanes_mutex_);
+  return lanes_;
+}
+
+std::shared_ptr<Connection> StreamEndpoint::lane(size_t i) const {
+  const std::lock_guard lock(lanes_mutex_);
+  return lanes_[i];
+}
+
+Failure StreamEndpoint::why_closed() const {
+  const std::lock_guard lock(lanes_mutex_);
+  return why_;
+}
+
+EndpointNumbers StreamEndpoint::numbers() const {
+  EndpointNumbers sum;
+  for (const auto& lane : lanes()) {
+    sum.bytes_in += lane->received_bytes();
+    sum.bytes_out += lane->out().sent_bytes();
+    sum.queued_bytes += lane->out().queued_bytes();
+  }
+  sum.in_flight = in_flight_;
+  return sum;
+}
+
+void StreamEndpoint::submit(const std::shared_ptr<Batch>& batch, bool /*blocking*/) {
+  {
+    const std::lock_guard lock(issue_mutex_);
+    if (!closed_) {
+      waiting_.push_back(batch);
+      ++waiting_count_;
+    }
+  }
+  if (closed_) {
+    const Failure why = why_closed();
+    batch->finish(why.status, why.reason.c_str());
+    return;
+  }
+  issue();
+}
+
+void StreamEndpoint::issue() {
+  if (waiting_count_ == 0) return;
+  const std::lock_guard lock(issue_mutex_);
+  const Lanes lanes = this->lanes();
+  std::vector<std::vector<ReadEntry>> reads(lanes.size());
+  for (auto it = waiting_.begin(); it != waiting_.end() && in_flight_ < kWindow;) {
+    if (issue_batch(*it, lanes, &reads)) {
+      it = waiting_.erase(it);
+      --waiting_count_;
+    } else {
+      ++it;
+    }
+  }
+  for (size_t i = 0; i < lanes.size(); ++i) {
+    for (size_t at = 0; at < reads[i].size(); at += kEntriesMax) {
+      const size_t n = std::min<size_t>(reads[i].size() - at, kEntriesMax);
+      FrameHead head;
+      head.type = FrameType::kRead;
+      head.a = static_cast<uint32_t>(n);
+      head.nbytes = static_cast<uint32_t>(n * sizeof(ReadEntry));
+      (void)lanes[i]->write([&](OutQueue& out) {
+        return out.send(head, reads[i].data() + at, OutQueue::Room::kAlways);
+      });
+    }
+    issued(*lanes[i]);
+  }
+}
+
+// True: nothing of the batch is left to hand out.
+bool StreamEndpoint::issue_batch(const std::shared_ptr<Batch>& batch, const Lanes& lanes,
+                                 std::vector<std::vector<ReadEntry>>* reads) {
+  while (in_flight_ < kWindow) {
+    Part part;
+    const Batch::Next next = batch->next_part(kPartMax, write_part_max(), &part);
+    if (next == Batch::Next::kFence) return false;
+    if (next == Batch::Next::kEnd) return true;
+    const size_t i = part.length >= kStripeMin ? turn_++ % lanes.size() : 0;
+    ++in_flight_;
+    const uint64_t tag = lanes[i]->parts().add(batch, part);
+    if (tag == 0) {
+      --in_flight_;
+      batch->part_done(part, MC_E_PEER_UNREACHABLE, 0, "the peer is gone");
+      continue;
+    }
+    if (part.op == MC_OP_READ) {
+      (*reads)[i].push_back({tag, part.region, 0, part.remote_offset, part.length});
+    } else {
+      issue_write(*lanes[i], batch, part, tag);
+    }
+  }
+  return false;
+}
+
+void StreamEndpoint::issue_write(Connection& lane, const std::shared_ptr<Batch>& batch,
+                                 const Part& part, uint64_t tag) {
+  FrameHead head;
+  head.type = FrameType::kWrite;
+  head.tag = tag;
+  head.a = part.region;
+  head.b = part.crc ? kWriteCrc : 0;
+  head.c = part.remote_offset;
+  head.nbytes = static_cast<uint32_t>(part.length);
+  lane.out().push(head, batch, part.local);
+}
+
+void StreamEndpoint::issued(Connection& lane) {
+  if (lane.out().full()) return;
+  (void)lane.write([](OutQueue& out) { return out.pump(); });
+}
+
+void StreamEndpoint::part_over(const std::shared_ptr<Batch>& batch, const Part& part,
+                               int32_t status, uint32_t crc) {
+  --in_flight_;
+  batch->part_done(part, status, crc,
+                   status == MC_E_ACCESS ? "the peer refused the region, range or direction"
+                                         : "the peer reported a failure");
+}
+
+bool StreamEndpoint::other_frame_on_progress(Connection&, const FrameHead&, const uint8_t*) {
+  return false;
+}
+
+void StreamEndpoint::cancel(const std::shared_ptr<Batch>& batch, int32_t status,
+                            const char* reason) {
+  batch->stop();
+  {
+    const std::lock_guard lock(issue_mutex_);
+    if (std::erase(waiting_, batch) > 0) --waiting_count_;
+  }
+  for (const auto& lane : lanes()) {
+    in_flight_ -= lane->parts().forget(*batch);
+    lane->out().forget_batch(*batch);
+  }
+  batch->finish(status, reason);
+  issue();
+}
+
+int32_t StreamEndpoint::send(const MessageHead& message, const void* bytes, Deadline deadline) {
+  if (message.nbytes > peer_.message_max_bytes) {
+    return fail(MC_E_USAGE, "the message has %u bytes, the peer accepts %u", message.nbytes,
+                peer_.message_max_bytes);
+  }
+  if (closed_) return why_closed().raise();
+  FrameHead head;
+  head.type = FrameType::kMessage;
+  head.tag = message.correlation;
+  head.a = message.kind;
+  head.nbytes = message.nbytes;
+  return lane(0)->write([&](OutQueue& out) {
+    return out.send(head, bytes, OutQueue::Room::kWait, deadline);
+  });
+}
+
+int32_t StreamEndpoint::reply(uint64_t correlation, const void* bytes, uint32_t nbytes) {
+  if (nbytes > peer_.message_max_bytes) {
+    return fail(MC_E_USAGE, "the reply has %u bytes, the peer accepts %u", nbytes,
+                peer_.message_max_bytes);
+  }
+  if (closed_) return why_closed().raise();
+  FrameHead head;
+  head.type = FrameType::kReply;
+  head.tag = correlation;
+  head.nbytes = nbytes;
+  return lane(0)->write([&](OutQueue& out) {
+    return out.send(head, bytes, OutQueue::Room::kRefuse);
+  });
+}
+
+int32_t StreamEndpoint::map(uint32_t region, Deadline, uint64_t*, uint64_t*) {
+  return fail(MC_E_ACCESS, "region %u cannot be mapped: the peer is reached by %s", region,
+              reason_.c_str());
+}
+
+void StreamEndpoint::forget(const std::shared_ptr<Region>& region, Deadline) {
+  for (const auto& lane : lanes()) lane->out().forget_region(*region);
+}
+
+void StreamEndpoint::close(const Failure& why) {
+  Lanes closing;
+  {
+    const std::lock_guard lock(lanes_mutex_);
+    if (closed_) return;
+    why_ = why;
+    closed_ = true;
+    closing = lanes_;
+  }
+  const auto self = shared_from_this();  // the engine may let go of it in lost()
+  std::deque<std::shared_ptr<Batch>> waiting;
+  {
+    const std::lock_guard lock(issue_mutex_);
+    waiting.swap(waiting_);
+    waiting_count_ = 0;
+  }
+  for (const auto& lane : closing) {
+    lane->close();
+    for (const auto& [batch, part] : lane->parts().close()) {
+      --in_flight_;
+      batch->part_done(part, why.status, 0, why.reason.c_str());
+    }
+  }
+  for (const auto& batch : waiting) batch->finish(why.status, why.reason.c_str());
+  closed(why);
+  host_.lost(*this, why);
+}
+
+void StreamEndpoint::closed(const Failure&) {}
+
+}  // namespace mc
