@@ -110,7 +110,7 @@ class MasterClient:
         }
         self._connecting = threading.Lock()
         self._info: ClusterInfo | None = None
-        self._term = 0
+        self._cluster_id, self._term = "", 0
         self._peer: Peer | None = None
         self._lane_retry_ms = 0
         self._closed = False
@@ -304,6 +304,8 @@ class MasterClient:
         return reply
 
     def _send(self, method: Method, payload: bytes, deadline: Deadline) -> bytes:
+        if not method.repeatable:
+            self._renew_lane(deadline)
         peer = self._peer
         if peer is None:
             return self._over_grpc(method, payload, deadline, RECONNECT_MS)
@@ -332,15 +334,17 @@ class MasterClient:
         except grpc.RpcError as error:
             if error.code() != grpc.StatusCode.UNAVAILABLE or not method.repeatable:
                 raise self._error_of(method, error) from None
+            absent = self._error_of(method, error)
         except ValueError:  # the channel was closed by another thread
             raise self._closing() from None
         wait_ms = min(patience_ms, deadline.left_ms())
         if wait_ms == 0:
-            raise self._silent(method)
+            raise absent
         try:
             return cast(bytes, call(payload, timeout=wait_ms / 1000, wait_for_ready=True))
         except grpc.RpcError as error:
-            raise self._error_of(method, error) from None
+            nobody = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            raise (absent if nobody else self._error_of(method, error)) from None
         except ValueError:
             raise self._closing() from None
 
@@ -396,12 +400,11 @@ class MasterClient:
             self._connecting.release()
 
     def _learn(self, info: ClusterInfo, deadline: Deadline) -> None:
-        before = self._info
-        if before is not None and before.cluster_id == info.cluster_id and info.term < self._term:
+        if info.cluster_id == self._cluster_id and info.term < self._term:
             raise NotLeader(
                 f"the master at {self.address} is of term {info.term}, not {self._term}"
             )
-        self._term = info.term
+        self._cluster_id, self._term = info.cluster_id, info.term
         if self._engine is not None and info.lane_address and self._peer is None:
             self._open_lane(self._engine, info.lane_address, deadline)
         self._info = info
@@ -416,6 +419,17 @@ class MasterClient:
         except MooncakeError as error:
             log.warning("calls go over gRPC: the master's lane cannot be opened: %s", error)
             self._lane_retry_ms = self._clock.now_ms() + LANE_RETRY_MS
+
+    def _renew_lane(self, deadline: Deadline) -> None:
+        """Before a call that is sent once only: a lane known to be gone is replaced."""
+        peer = self._peer
+        if peer is None:
+            return
+        try:
+            _ = peer.transport
+        except TransferError:
+            self._drop_lane(peer)
+            self._connect(deadline, RECONNECT_MS)
 
     def _drop_lane(self, peer: Peer | None) -> None:
         if peer is not None and self._peer is peer:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -25,10 +25,8 @@ from mooncake_py.clock import Clock
 from mooncake_py.errors import MasterUnavailable, MooncakeError
 from mooncake_py.master.inbox import GRPC, LANE, Call
 from mooncake_py.metrics import Metrics
+from mooncake_py.transfer import Message, TransferEngine
 from mooncake_py.wire.lane import BY_NUMBER, METHODS, SERVICE, Method
-
-if TYPE_CHECKING:
-    from mooncake_py.transfer import Message, TransferEngine
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +114,7 @@ class GrpcDoor:
         }
         generic = grpc.method_handlers_generic_handler(SERVICE, handlers)
         self._server.add_generic_rpc_handlers((generic,))
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # it is there
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         port: int = self._server.add_insecure_port(address)
         if port == 0:

@@ -39,6 +39,7 @@ from mooncake_py.wire.lane import METHODS
 log = logging.getLogger(__name__)
 
 LANE_BURST = 64  # messages taken from the lane between two served calls
+DEFECT_PAUSE_MS = 1_000  # until the next tick after one that failed
 STALLED_MS = 2_000  # an owner that has not come round for this long makes the process unhealthy
 
 
@@ -132,16 +133,21 @@ class Owner:
     # --- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            self._take_from_source(0, LANE_BURST)
-            call = self._inbox.take()
-            if call is not None:
-                self._serve(call)
-            elif self._stopping:
-                return
-            else:
-                self._wait()
-            self._tick_if_due()
+        while not (self._stopping and self._inbox.depth() == (0, 0)):
+            try:
+                self._round()
+            except Exception:
+                log.exception("the owner thread met a defect")
+                self._next_tick_ms = self._clock.now_ms() + DEFECT_PAUSE_MS
+
+    def _round(self) -> None:
+        self._take_from_source(0, LANE_BURST)
+        call = self._inbox.take()
+        if call is not None:
+            self._serve(call)
+        elif not self._stopping:
+            self._wait()
+        self._tick_if_due()
 
     def _wait(self) -> None:
         """Sleep until a call comes or a tick is due. `asleep` is set before the inbox is looked

@@ -29,6 +29,7 @@ from mooncake_py.master.service import Cluster, Service
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.writer import Writer
 from mooncake_py.metrics import Metrics, MetricsServer
+from mooncake_py.transfer import EngineOptions, TransferEngine
 from mooncake_py.wire import answers
 from mooncake_py.wire.lane import STATUS
 
@@ -145,8 +146,6 @@ class Master:
         settings = self._settings
         if settings.lane_listen == OFF:
             return Bell(), OFF
-        from mooncake_py.transfer import EngineOptions, TransferEngine  # noqa: PLC0415
-
         text = settings.lane_listen
         address = (
             str(listen_address(text, "--lane-listen"))

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from dataclasses import fields
 from typing import Any
 
@@ -87,12 +86,15 @@ def _serve(settings: MasterSettings, catalog: CatalogSettings, origins: list[Ori
     config.silence_grpc_core()
     from mooncake_py.master.process import Master  # noqa: PLC0415  (loads gRPC's core)
 
-    stop = threading.Event()
+    received: list[int] = []
+    wake, ring = os.pipe()
 
     def on_signal(number: int, _: object) -> None:
-        if stop.is_set():
+        """May be interrupted by another signal, so it takes no lock."""
+        received.append(number)
+        if len(received) > 1:
             os._exit(128 + number)
-        stop.set()
+        os.write(ring, b"s")
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
@@ -101,12 +103,12 @@ def _serve(settings: MasterSettings, catalog: CatalogSettings, origins: list[Ori
     chosen = [str(origin) for origin in origins if origin.source != "default"]
     log.info("settings %s", " ".join(chosen) or "all default")
     log.info("catalog %s", master.recovered)
-    if not stop.is_set():
+    if not received:
         click.echo(
             f"mooncake-master ready grpc={master.grpc} lane={master.lane} "
             f"metadata={master.metadata} metrics={master.metrics}"
         )
-        stop.wait()
+    os.read(wake, 1)
     log.info("stopping")
     master.close()
 

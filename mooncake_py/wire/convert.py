@@ -29,6 +29,7 @@ from mooncake_py.wire.lane import Method
 from mooncake_py.wire.v1 import master_pb2 as pb
 
 NAME_MAX_BYTES = 255
+LIST_MAX_KEYS = 2048  # a page: 8 MiB of the longest keys, half of what a client accepts by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def _remove(r: pb.RemoveRequest, edge: Edge) -> c.Remove:
 
 
 def _list(r: pb.ListRequest, edge: Edge) -> c.List:
-    limit = min(r.limit or BATCH_MAX_KEYS, BATCH_MAX_KEYS)
+    limit = min(r.limit or LIST_MAX_KEYS, LIST_MAX_KEYS)
     return c.List(_tenant(r), r.prefix, r.after, limit)
 
 
