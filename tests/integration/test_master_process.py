@@ -24,12 +24,23 @@ from mooncake_py.errors import MasterUnavailable, MooncakeError
 from mooncake_py.master.client import MasterClient
 from mooncake_py.master.commands import Heartbeat, Mount
 from mooncake_py.ops.child import Child
+from mooncake_py.transfer import TransferEngine
 from tests.conformance.master_battery import SEGMENT_BYTES, T, stored
 
 # Nodes here do not heartbeat by themselves.
-PATIENT = ("--set", "suspect_ms=60s", "--set", "dead_ms=120s", "--lane-listen", "off")
+PATIENT = ("--set", "suspect_ms=60s", "--set", "dead_ms=120s")
 START_MS = 30_000
 Start = Callable[..., tuple[Child, dict[str, str]]]
+
+
+@pytest.fixture(params=["grpc", "lane"])
+def engine(request: pytest.FixtureRequest) -> Iterator[TransferEngine | None]:
+    """What decides the door of a client."""
+    if request.param == "grpc":
+        yield None
+        return
+    with TransferEngine() as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -109,6 +120,17 @@ def test_a31_signals_stop_with_exit_0(start: Start, number: signal.Signals) -> N
     client.close()
 
 
+def test_a31_a_second_signal_exits_at_once(start: Start) -> None:
+    """Both arrive together, so the second comes before the stop can have ended."""
+    child, _ = start("--metadata", "memory")
+    os.kill(child.pid, signal.SIGSTOP)
+    os.kill(child.pid, signal.SIGINT)
+    os.kill(child.pid, signal.SIGTERM)
+    os.kill(child.pid, signal.SIGCONT)
+    until(lambda: child.exit_code() is not None)
+    assert child.exit_code() == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("listen", ["localhost:0", "[::1]:0", "127.0.0.1:0", "0.0.0.0:0"])
 def test_a84_names_ipv4_and_ipv6_are_listened_on(start: Start, listen: str) -> None:
     if "::1" in listen and not socket.has_dualstack_ipv6():
@@ -124,8 +146,9 @@ def test_a84_names_ipv4_and_ipv6_are_listened_on(start: Start, listen: str) -> N
 
 def test_a24_a_port_in_use_is_one_line_and_exit_1(start: Start) -> None:
     _, fields = start("--metadata", "memory", "--metrics", "127.0.0.1:0")
-    for option in ("--listen", "--metrics"):
-        taken = fields["grpc"] if option == "--listen" else fields["metrics"]
+    taken_ports = {"--listen": "grpc", "--lane-listen": "lane", "--metrics": "metrics"}
+    for option, field in taken_ports.items():
+        taken = fields[field]
         other = () if option == "--listen" else ("--listen", "127.0.0.1:0")
         code, text = refused(*other, option, taken, "--metadata", "memory")
         assert (code, text.count("\n")) == (1, 1), text
@@ -177,9 +200,11 @@ def test_unknown_environment_variables_do_not_start(monkeypatch: pytest.MonkeyPa
 # --- restart ------------------------------------------------------------------------------------
 
 
-def test_a25_c01_a_restarted_master_serves_what_it_had(start: Start, tmp_path: Path) -> None:
+def test_a25_c01_a_restarted_master_serves_what_it_had(
+    start: Start, tmp_path: Path, engine: TransferEngine | None
+) -> None:
     child, fields = start("--metadata", str(tmp_path))
-    client = MasterClient(fields["grpc"])
+    client = MasterClient(fields["grpc"], engine=engine)
     first = client.connect(timeout_ms=T)
     segment_id = mounted(client)
     keys = [b"key-%d" % i for i in range(1_000)]
@@ -235,9 +260,11 @@ def test_snapshots_are_taken_and_restored(start: Start, tmp_path: Path) -> None:
     client.close()
 
 
-def test_a42_the_next_call_finds_a_restarted_master(start: Start, tmp_path: Path) -> None:
+def test_a42_the_next_call_finds_a_restarted_master(
+    start: Start, tmp_path: Path, engine: TransferEngine | None
+) -> None:
     child, fields = start("--metadata", str(tmp_path))
-    client = MasterClient(fields["grpc"])
+    client = MasterClient(fields["grpc"], engine=engine)
     mounted(client)
     child.kill()
     with pytest.raises(MasterUnavailable):
@@ -247,12 +274,30 @@ def test_a42_the_next_call_finds_a_restarted_master(start: Start, tmp_path: Path
     client.close()
 
 
+def test_puts_go_on_over_the_lane_of_a_restarted_master(start: Start, tmp_path: Path) -> None:
+    """A put may not be repeated blindly: a client that has seen its lane end asks anew first."""
+    child, fields = start("--metadata", str(tmp_path))
+    with TransferEngine() as engine:
+        client = MasterClient(fields["grpc"], engine=engine)
+        segment_id = mounted(client)
+        child.kill()
+        start("--metadata", str(tmp_path), listen=fields["grpc"])
+        other = MasterClient(fields["grpc"])
+        mounted(other, segment_id)
+        other.close()
+        stored(client, "", [b"a"])
+        assert client.status(timeout_ms=T).counters["lane_received_bytes"] > 0
+        client.close()
+
+
 # --- stopped, full, killed ----------------------------------------------------------------------
 
 
-def test_f28_calls_end_in_time_when_the_master_is_stopped(start: Start) -> None:
+def test_f28_calls_end_in_time_when_the_master_is_stopped(
+    start: Start, engine: TransferEngine | None
+) -> None:
     child, fields = start("--metadata", "memory")
-    client = MasterClient(fields["grpc"])
+    client = MasterClient(fields["grpc"], engine=engine)
     segment_id = mounted(client)
     os.kill(child.pid, signal.SIGSTOP)
     calls: list[Callable[[], object]] = [
