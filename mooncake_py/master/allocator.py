@@ -6,11 +6,12 @@ neighbouring holes never exist: `give` merges at once, found through two maps (h
 by end). Holes are filed by exact size, and sizes by class (32 classes an octave, so sizes of one
 class differ by about 3 %); a bit map says which classes have holes.
 
-`take` is best fit by class: the exact size if there is one (KV pages repeat sizes, so that is the
-usual case), else the smallest fitting size of the same class, else the smallest size of the next
-class that has any. It finds a hole whenever one is large enough. Cost: a few dictionary
-operations, independent of the number of holes; only a class with very many distinct sizes costs a
-walk over those sizes.
+One hole, the *tail* (at first the whole segment), is not filed, so that filling an empty segment is
+counting up. `take` uses the exact size if there is one (KV pages repeat sizes, so that is the usual
+case), else the best of the smallest fitting size of the same class, the smallest size of the next
+class that has any, and the tail. It finds a hole whenever one is large enough. Cost: a few
+dictionary operations, independent of the number of holes; only a class with very many distinct
+sizes costs a walk over those sizes.
 
 Not thread-safe; pure.
 """
@@ -36,22 +37,41 @@ def size_class(units: int) -> int:
 class Allocator:
     """Free ranges of `[0, units)`."""
 
-    __slots__ = ("_by_class", "_by_size", "_classes", "_ends", "_starts", "free", "units")
+    __slots__ = (
+        "_by_class",
+        "_by_size",
+        "_classes",
+        "_ends",
+        "_starts",
+        "_tail",
+        "_tail_end",
+        "free",
+        "units",
+    )
 
     def __init__(self, units: int) -> None:
         self.units = units
-        self.free = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.free = self.units
+        self._tail = 0  # start of the tail
+        self._tail_end = self.units
         self._starts: dict[int, int] = {}  # start -> size
         self._ends: dict[int, int] = {}  # end -> start
         self._by_size: dict[int, dict[int, None]] = {}  # size -> starts
         self._by_class: dict[int, set[int]] = {}  # class -> sizes that have holes
         self._classes = 0  # bit c: class c has holes
-        if units > 0:
-            self.give(0, units)
 
     def take(self, units: int) -> int:
         """Start of a range of `units` that is now taken, or -1: no hole is large enough."""
-        size = units if units in self._by_size else self._fit(units)
+        tail = self._tail_end - self._tail
+        size = units if units in self._by_size else self._fit(units) if self._classes else -1
+        if tail >= units and (size < 0 or units <= tail < size):
+            start = self._tail
+            self._tail = start + units
+            self.free -= units
+            return start
         if size < 0:
             return -1
         holes = self._by_size[size]
@@ -65,6 +85,22 @@ class Allocator:
         self.free -= units
         return start
 
+    def take_many(self, units: int, count: int) -> list[int]:
+        """Up to `count` ranges of `units`; as many as `take` would find one after the other."""
+        if not self._classes:
+            found = min(count, (self._tail_end - self._tail) // units)
+            start = self._tail
+            self._tail = end = start + found * units
+            self.free -= found * units
+            return list(range(start, end, units))
+        starts = []
+        for _ in range(count):
+            start = self.take(units)
+            if start < 0:
+                break
+            starts.append(start)
+        return starts
+
     def give(self, start: int, units: int) -> None:
         """Return a taken range. Merges with free neighbours."""
         self.free += units
@@ -72,46 +108,47 @@ class Allocator:
         size = self._starts.get(end)
         if size is not None:
             self._forget(end, size)
-            units += size
+            end += size
         before = self._ends.get(start)
         if before is not None:
-            size = start - before
-            self._forget(before, size)
+            self._forget(before, start - before)
             start = before
-            units += size
-        self._file(start, units)
+        if end == self._tail:
+            self._tail = start
+        elif start == self._tail_end:
+            self._tail_end = end
+        else:
+            self._file(start, end - start)
 
     def rebuild(self, taken: Iterable[tuple[int, int]]) -> None:
         """Start over with exactly these (start, units) ranges taken; they must not overlap."""
-        for clear in (self._starts, self._ends, self._by_size, self._by_class):
-            clear.clear()
-        self.free = self._classes = 0
+        self._clear()
         position = 0
         for start, units in sorted(taken):
             if start < position or start + units > self.units:
                 raise ValueError(f"range {start}+{units} overlaps or lies outside")
             if start > position:
-                self.free += start - position
                 self._file(position, start - position)
+            self.free -= units
             position = start + units
-        if position < self.units:
-            self.free += self.units - position
-            self._file(position, self.units - position)
+        self._tail = position
 
     @property
     def largest(self) -> int:
         """Units of the largest hole."""
+        tail = self._tail_end - self._tail
         if not self._classes:
-            return 0
-        return max(self._by_class[self._classes.bit_length() - 1])
+            return tail
+        return max(tail, *self._by_class[self._classes.bit_length() - 1])
 
     @property
     def hole_count(self) -> int:
-        return len(self._starts)
+        return len(self._starts) + (self._tail < self._tail_end)
 
     def holes(self) -> list[tuple[int, int]]:
         """(start, units) of every hole, in order."""
-        return sorted(self._starts.items())
+        tail = [(self._tail, self._tail_end - self._tail)] if self._tail < self._tail_end else []
+        return sorted([*self._starts.items(), *tail])
 
     def _fit(self, units: int) -> int:
         """Size of a hole that holds `units`, or -1."""

@@ -11,8 +11,7 @@ from mooncake_py.master.commands import Applied, Done, Heartbeat, Mount, Mounted
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, DRAINING, GONE, RETURNING, SUSPECT, Segment
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
-from mooncake_py.master.state import CatalogState, Work, extent_units
-from mooncake_py.model import EXTENT_ALIGN_BYTES
+from mooncake_py.master.state import CatalogState, Work
 
 _NAME_MAX_BYTES = 255
 _SEGMENT_MAX_BYTES = (PLACE_MASK + 1) * UNIT_BYTES
@@ -89,21 +88,7 @@ def lose_segment(state: CatalogState, work: Work, segment: Segment, now_ms: int)
     state.leaving.append((segment, None))
     work.records.append(records.encode(records.Gone(segment.segment_id)))
     state.counters["segments_lost"] += 1
-    for tenant in state.tenants:
-        for grant in list(tenant.writing.values()):
-            kept = tuple(place for place in grant.places if place >> PLACE_BITS != segment.index)
-            lost = len(grant.places) - len(kept)
-            if not lost:
-                continue
-            if not kept:
-                state.end_grant(work, grant, Event.NODE_LOST, now_ms)
-                continue
-            units = extent_units(grant.length)
-            grant.places = kept
-            segment.used_units -= units * lost
-            tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * lost
-            if grant.put.hard_pin:
-                state.hard_pinned_units -= units * lost
+    state.lose_grants(work, segment.index, now_ms)
 
 
 def judge(state: CatalogState, work: Work, now_ms: int) -> None:

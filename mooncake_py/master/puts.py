@@ -5,21 +5,18 @@ grant, or the same key earlier in the batch), OUT_OF_SPACE, QUOTA (hard pins) or
 known by its generation; only a put end that names it, in time, makes the object visible. A second
 put end of the same generation is OK, anything else is LEASE_EXPIRED and changes nothing.
 
-Space is made in two ways: beyond the high watermark the oldest objects go before a grant is made,
-and when no hole is large enough they go until one is. Pure.
+Space is made in two ways: beyond the high watermark the oldest objects go before grants are made,
+and when no hole is large enough they go until one is.
+
+A batch is handled in columns: what is decided per key is kept to a few list operations. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
-from mooncake_py.errors import (
-    LeaseExpired,
-    ObjectExists,
-    OutOfSpace,
-    QuotaExceeded,
-    UsageError,
-)
+from mooncake_py.errors import LeaseExpired, ObjectExists, OutOfSpace, QuotaExceeded, UsageError
 from mooncake_py.master import records
 from mooncake_py.master.commands import (
     Applied,
@@ -34,7 +31,7 @@ from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, REPLICAS, SOFT_PIN
 from mooncake_py.master.placement import Placer
 from mooncake_py.master.state import CatalogState, Work
-from mooncake_py.master.tenant import Grant, PutOptions, Tenant
+from mooncake_py.master.tenant import Put, Tenant
 from mooncake_py.model import (
     BATCH_MAX_KEYS,
     EXTENT_ALIGN_BYTES,
@@ -87,62 +84,65 @@ class _PutStart:
         self.tenant = tenant
         self.now_ms = now_ms
         self.work = Work()
+        self.status = bytearray(len(command.keys))
+        self.twins: list[tuple[int, int]] = []  # (index, later index) of the same key
         segments = state.members.placeable
-        policy = command.policy
-        self.policy = policy
-        self.placer = Placer(segments, policy, command.host_id, command.random)
-        self.largest = max((each.allocator.units for each in segments), default=0)
-        high = state.settings.evict_high_ratio
+        self.policy = command.policy
+        self.placer = Placer(segments, command.policy, command.host_id, command.random)
         self.capacity = sum(each.allocator.units for each in segments)
-        self.room = int(self.capacity * high) - sum(each.used_units for each in segments)
-        soft_pin = min(policy.soft_pin_ms, state.settings.soft_pin_max_ms)
-        self.options = PutOptions(soft_pin, policy.hard_pin, policy.ttl_ms)
-        self.grants: list[Grant] = []
-        self.table: dict[int, int] = {}  # segment index -> entry of the reply's table
-        self.rows: list[list[bytes]] = []
-        self.used_bytes = 0
+        self.largest = max((each.allocator.units for each in segments), default=0)
+        high = int(self.capacity * state.settings.evict_high_ratio)
+        self.room = high - sum(each.used_units for each in segments)
 
     def run(self) -> Applied:
-        state, keys, lengths = self.state, self.command.keys, self.command.lengths
-        count = len(keys)
-        status = bytearray(count)
-        generations = [0] * count
-        state.reserve_generations(self.work, count)
-        expires_ms = self.now_ms + state.settings.grant_ttl_ms
-        groups, options, tenant = self.command.groups, self.options, self.tenant
-        writing = tenant.writing
-        length_max = state.settings.object_max_bytes
-        for i, key in enumerate(keys):
-            length = lengths[i]
-            if not 0 < len(key) <= KEY_MAX_BYTES or not 0 <= length <= length_max:
-                status[i] = _USAGE
-                continue
-            if self._taken(key):
-                status[i] = _EXISTS
-                continue
-            units = (length + _ROUND) // EXTENT_ALIGN_BYTES
-            places = self._place(units)
-            if isinstance(places, int):
-                status[i] = places
-                continue
-            generation = state.next_generation
-            state.next_generation = generation + 1
-            grant = Grant(key, generation, length, places)
-            grant.expires_ms = expires_ms
-            grant.tenant = tenant
-            grant.put = options
-            if groups:
-                grant.group = groups[i]
-            writing[key] = grant
-            generations[i] = generation
-            self.grants.append(grant)
-            self.used_bytes += units * EXTENT_ALIGN_BYTES * len(places)
-            self._add_rows(i, grant)
-        self._finish(expires_ms)
-        ids = [state.members.at(index).segment_id for index in self.table]
-        state.counters["put_keys"] += count
-        granted = Granted(bytes(status), generations, ids, [b"".join(rows) for rows in self.rows])
+        state, command = self.state, self.command
+        state.reserve_generations(self.work, len(command.keys))
+        indices = self._fresh_keys()
+        indices, places = self._find_places(indices)
+        for first, i in self.twins:
+            self.status[i] = self.status[first] or _EXISTS
+        generations = [0] * len(command.keys)
+        ids: Sequence[int] = ()
+        rows: list[bytes] = []
+        if indices:
+            put = self._grant(indices, places)
+            for generation, i in enumerate(indices, put.first):
+                generations[i] = generation
+            ids, rows = self._rows(put, indices)
+        state.counters["put_keys"] += len(command.keys)
+        granted = Granted(bytes(self.status), generations, ids, rows)
         return self.work.done(granted, self.now_ms)
+
+    # --- which keys -----------------------------------------------------------------------------
+
+    def _fresh_keys(self) -> list[int]:
+        """Indices of keys that may be granted; the others have their status."""
+        keys, lengths = self.command.keys, self.command.lengths
+        if not keys:
+            return []
+        sizes = set(map(len, keys))
+        length_max = self.state.settings.object_max_bytes
+        if (
+            min(sizes) > 0
+            and max(sizes) <= KEY_MAX_BYTES
+            and min(lengths) >= 0
+            and max(lengths) <= length_max
+            and self.tenant.complete.keys().isdisjoint(keys)
+            and self.tenant.writing.keys().isdisjoint(keys)
+            and len(set(keys)) == len(keys)
+        ):
+            return list(range(len(keys)))
+        fresh: dict[bytes, int] = {}
+        for i, key in enumerate(keys):
+            if not 0 < len(key) <= KEY_MAX_BYTES or not 0 <= lengths[i] <= length_max:
+                self.status[i] = _USAGE
+            elif key in fresh:
+                self.twins.append((fresh[key], i))
+            elif self._taken(key):
+                self.status[i] = _EXISTS
+            else:
+                fresh[key] = i
+        return list(fresh.values())
 
     def _taken(self, key: bytes) -> bool:
         """Is there an object or a running grant? Ends what only seems to be there."""
@@ -155,13 +155,41 @@ class _PutStart:
         grant = self.tenant.writing.get(key)
         if grant is None:
             return False
-        if grant.expires_ms > self.now_ms:
+        if grant[0].expires_ms > self.now_ms:
             return True
         state.end_grant(self.work, grant, Event.GRANT_EXPIRED, self.now_ms)
         return False
 
+    # --- where ----------------------------------------------------------------------------------
+
+    def _find_places(self, indices: list[int]) -> tuple[list[int], list[tuple[int, ...]]]:
+        """Keys that have found places, and these; taken and accounted for."""
+        lengths = self.command.lengths
+        units = [(lengths[i] + _ROUND) // EXTENT_ALIGN_BYTES for i in indices]
+        places: list[tuple[int, ...]] = []
+        if len(units) > 1 and not self._special() and min(units) == max(units) <= self.largest:
+            size, total = units[0], units[0] * len(units)
+            if total <= self.room:
+                self.room -= total
+                places = list(zip(self.placer.many(size, len(units))))
+                self.room += size * (len(units) - len(places))
+        if len(places) == len(indices):
+            return indices, places
+        found = indices[: len(places)]
+        for i, size in zip(indices[len(places) :], units[len(places) :], strict=True):
+            place = self._place(size)
+            if isinstance(place, int):
+                self.status[i] = place
+            else:
+                found.append(i)
+                places.append(place)
+        return found, places
+
+    def _special(self) -> bool:
+        return self.policy.replica_count > 1 or self.policy.hard_pin
+
     def _place(self, units: int) -> tuple[int, ...] | int:
-        """Places of all replicas, taken and accounted for; or the status that says why not."""
+        """Places of all replicas of one object; or the status that says why not."""
         state, policy = self.state, self.policy
         replicas = policy.replica_count
         if units > self.largest:
@@ -173,10 +201,6 @@ class _PutStart:
         self.room -= units * replicas
         if self.room < 0:
             self.room += state.evict(self.work, -self.room, self.now_ms)
-        if replicas == 1 and (place := self.placer.one(units)) >= 0:
-            if policy.hard_pin:
-                state.hard_pinned_units += units
-            return (place,)
         places: list[int] = []
         for index in range(replicas):
             place = self._one_replica(units, places, policy.strict or index == 0)
@@ -195,8 +219,12 @@ class _PutStart:
         return tuple(places)
 
     def _one_replica(self, units: int, places: Sequence[int], needed: bool) -> int:
+        """A place, making space if need be; or -1."""
         state = self.state
         chosen = [state.members.at(place >> PLACE_BITS) for place in places]
+        place = self.placer.another(units, chosen) if chosen else self.placer.one(units)
+        if place >= 0:
+            return place
         chosen_nodes = {each.node for each in chosen}
         if not any(
             each.node not in chosen_nodes and each.allocator.units >= units
@@ -204,75 +232,92 @@ class _PutStart:
         ):
             return -1
         left = 1 << 62 if needed else _EVICT_FOR_EXTRA
-        while True:
-            place = self.placer.another(units, chosen) if chosen else self.placer.one(units)
-            if place >= 0 or left <= 0:
-                return place
+        while left > 0:
             before = self.work.drop_count
-            self.room += state.evict(self.work, 1, self.now_ms, min(left, 64))
+            self.room += state.evict(self.work, 1, self.now_ms, left)
             evicted = self.work.drop_count - before
             if not evicted:
                 return -1
             left -= evicted
+            place = self.placer.another(units, chosen) if chosen else self.placer.one(units)
+            if place >= 0:
+                return place
+        return -1
 
-    def _add_rows(self, i: int, grant: Grant) -> None:
-        digest = self.command.digests[16 * i : 16 * i + 16]
-        for place in grant.places:
-            index = place >> PLACE_BITS
-            entry = self.table.get(index)
-            if entry is None:
-                entry = self.table[index] = len(self.rows)
-                self.rows.append([])
-            self.rows[entry].append(
-                EXTENT_ROW.pack(
-                    i,
-                    entry,
-                    (place & PLACE_MASK) * EXTENT_ALIGN_BYTES,
-                    grant.length,
-                    grant.generation,
-                    grant.expires_ms,
-                    digest,
-                    0,
-                )
-            )
+    # --- grants ---------------------------------------------------------------------------------
 
-    def _finish(self, expires_ms: int) -> None:
-        grants, state = self.grants, self.state
-        if not grants:
-            return
-        self.tenant.used_bytes += self.used_bytes
-        keys = [grant.key for grant in grants]
-        state.watch_grants(self.tenant, expires_ms, keys, grants[0].generation)
-        state.counters["put_starts"] += len(grants)
-        self.work.records.append(
-            records.encode(grant_fields(state, self.tenant, grants, self.now_ms))
+    def _grant(self, indices: list[int], places: list[tuple[int, ...]]) -> Put:
+        state, command, settings = self.state, self.command, self.state.settings
+        all_keys = len(indices) == len(command.keys)
+        put = Put(
+            tenant=self.tenant,
+            first=state.next_generation,
+            expires_ms=self.now_ms + settings.grant_ttl_ms,
+            keys=list(command.keys) if all_keys else [command.keys[i] for i in indices],
+            lengths=[command.lengths[i] for i in indices],
+            places=places,
+            groups=[command.groups[i] for i in indices] if command.groups else (),
+            soft_pin_ms=min(self.policy.soft_pin_ms, settings.soft_pin_max_ms),
+            hard_pin=self.policy.hard_pin,
+            ttl_ms=self.policy.ttl_ms,
+            open_count=len(indices),
         )
+        count = len(indices)
+        state.next_generation += count
+        grants = zip(repeat(put, count), range(count), strict=True)
+        self.tenant.writing.update(zip(put.keys, grants, strict=True))
+        self.tenant.used_bytes += EXTENT_ALIGN_BYTES * sum(
+            (length + _ROUND) // EXTENT_ALIGN_BYTES * len(replicas)
+            for length, replicas in zip(put.lengths, places, strict=True)
+        )
+        state.watch_grants(put)
+        state.counters["put_starts"] += count
+        self.work.records.append(records.encode(grant_fields(state, put, self.now_ms)))
+        return put
+
+    def _rows(self, put: Put, indices: list[int]) -> tuple[list[int], list[bytes]]:
+        """The reply's segment table, and the rows of each of its entries."""
+        digests, pack, expires_ms = self.command.digests, EXTENT_ROW.pack, put.expires_ms
+        entries: dict[int, int] = {}  # segment index -> entry
+        rows: list[list[bytes]] = []
+        generation = put.first - 1
+        for i, length, replicas in zip(indices, put.lengths, put.places, strict=True):
+            generation += 1
+            digest = digests[16 * i : 16 * i + 16]
+            for place in replicas:
+                index = place >> PLACE_BITS
+                entry = entries.get(index)
+                if entry is None:
+                    entry = entries[index] = len(rows)
+                    rows.append([])
+                offset = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
+                row = pack(i, entry, offset, length, generation, expires_ms, digest, 0)
+                rows[entry].append(row)
+        ids = [self.state.members.at(index).segment_id for index in entries]
+        return ids, [b"".join(each) for each in rows]
 
 
-def grant_fields(
-    state: CatalogState, tenant: Tenant, grants: Sequence[Grant], now_ms: int
-) -> records.GrantFields:
-    """The record of grants that share their options and expiry."""
-    options = grants[0].put
-    ids = {segment.index: segment.segment_id for segment in state.members.by_id.values()}
+def grant_fields(state: CatalogState, put: Put, now_ms: int) -> records.GrantFields:
+    """The record of a put."""
+    ids = {each.index: each.segment_id for each in state.members}
     return records.GrantFields(
         now_ms=now_ms,
-        expires_ms=grants[0].expires_ms,
-        tenant=tenant.name,
-        soft_pin_ms=options.soft_pin_ms,
-        ttl_ms=options.ttl_ms,
-        hard_pin=options.hard_pin,
-        keys=[grant.key for grant in grants],
-        generations=[grant.generation for grant in grants],
-        lengths=[grant.length for grant in grants],
+        expires_ms=put.expires_ms,
+        tenant=put.tenant.name,
+        soft_pin_ms=put.soft_pin_ms,
+        ttl_ms=put.ttl_ms,
+        hard_pin=put.hard_pin,
+        keys=put.keys,
+        generations=range(put.first, put.first + len(put.keys)),
+        lengths=put.lengths,
+        replicas=list(map(len, put.places)),
         extents=[
-            [
-                (ids[place >> PLACE_BITS], (place & PLACE_MASK) * EXTENT_ALIGN_BYTES)
-                for place in grant.places
-            ]
-            for grant in grants
+            number
+            for replicas in put.places
+            for place in replicas
+            for number in (ids[place >> PLACE_BITS], (place & PLACE_MASK) * EXTENT_ALIGN_BYTES)
         ],
-        groups=[grant.group for grant in grants] if any(g.group for g in grants) else (),
+        groups=put.groups,
     )
 
 
@@ -286,34 +331,34 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
         if not 0 <= index < count:
             return Applied(Refused(_USAGE, f"failed names key {index} of {count}"))
         failed.setdefault(index, set()).add(segment_id)
-    status = bytearray(count)
     tenant = state.tenants.find(command.tenant)
     if tenant is None:
         return Applied(Statuses(bytes([_EXPIRED]) * count))
+    status = bytearray(count)
     work = Work()
     committed: list[int] = []
     lost: list[tuple[int, int]] = []
-    writing, complete = tenant.writing, tenant.complete
+    writing = tenant.writing
     for i, key in enumerate(keys):
         grant = writing.get(key)
         generation = generations[i]
-        if grant is None or grant.generation != generation:
-            slot = complete.get(key)
-            if slot is None or state.table.generation[slot] != generation:
+        if grant is None or grant[0].first + grant[1] != generation:
+            if not _is_complete(state, tenant, key, generation):
                 status[i] = _EXPIRED
             continue
-        if grant.expires_ms <= now_ms:
+        put, index = grant
+        if put.expires_ms <= now_ms:
             state.end_grant(work, grant, Event.GRANT_EXPIRED, now_ms)
             status[i] = _EXPIRED
             continue
         if failed and i in failed:
             lost.extend((generation, each) for each in failed[i])
-            drop_replicas(state, grant, failed[i], now_ms)
-        if not grant.places:
-            state.end_grant(work, grant, Event.ALL_REPLICAS_FAILED, now_ms)
-            status[i] = _EXPIRED
-            continue
-        commit(state, grant, now_ms)
+            state.fail_replicas(put, index, failed[i], now_ms)
+            if not put.places[index]:
+                state.end_grant(work, grant, Event.ALL_REPLICAS_FAILED, now_ms)
+                status[i] = _EXPIRED
+                continue
+        commit(state, put, index, now_ms)
         committed.append(generation)
     if committed or lost:
         work.records.append(records.encode(records.Commits(now_ms, committed, lost)))
@@ -321,49 +366,35 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
     return work.done(Statuses(bytes(status)), now_ms)
 
 
-def drop_replicas(state: CatalogState, grant: Grant, segment_ids: set[int], now_ms: int) -> None:
-    """The node of these replicas did not seal them; it may still be writing."""
-    kept = []
-    units = (grant.length + _ROUND) // EXTENT_ALIGN_BYTES
-    until = grant.expires_ms + state.settings.grant_margin_ms
-    for place in grant.places:
-        if state.members.at(place >> PLACE_BITS).segment_id in segment_ids:
-            state.release(place, units, until, now_ms)
-            grant.tenant.used_bytes -= units * EXTENT_ALIGN_BYTES
-            if grant.put.hard_pin:
-                state.hard_pinned_units -= units
-        else:
-            kept.append(place)
-    grant.places = tuple(kept)
-
-
-def commit(state: CatalogState, grant: Grant, now_ms: int) -> None:
+def commit(state: CatalogState, put: Put, index: int, now_ms: int) -> None:
     """The grant becomes a visible object; pins and TTL count from now."""
-    options = grant.put
-    soft_pin = now_ms + options.soft_pin_ms if options.soft_pin_ms else 0
-    install(state, grant, soft_pin, now_ms + options.ttl_ms if options.ttl_ms else 0, now_ms)
+    key, places, tenant = put.keys[index], put.places[index], put.tenant
+    del tenant.writing[key]
+    slot = state.table.add(key, put.first + index, put.lengths[index], places[0], tenant.number)
+    if len(places) > 1 or put.hard_pin or put.soft_pin_ms or put.ttl_ms or put.groups:
+        soft_pin = now_ms + put.soft_pin_ms if put.soft_pin_ms else 0
+        ttl = now_ms + put.ttl_ms if put.ttl_ms else 0
+        dress(state, slot, places, put.hard_pin, soft_pin, ttl)
+    tenant.complete[key] = slot
+    state.order.add(slot, now_ms)
+    put.close(1)
 
 
-def install(
-    state: CatalogState, grant: Grant, soft_pin_until_ms: int, ttl_until_ms: int, now_ms: int
+def dress(
+    state: CatalogState, slot: int, places: tuple[int, ...], hard_pin: bool, soft_pin: int, ttl: int
 ) -> None:
-    """As `commit`, with deadlines instead of durations (0: none)."""
-    table, tenant = state.table, grant.tenant
-    del tenant.writing[grant.key]
-    places = grant.places
-    slot = table.add(grant.key, grant.generation, grant.length, places[0], tenant.number)
+    """What few objects have: further replicas, a pin, deadlines (0: none)."""
+    table = state.table
     if len(places) > 1:
         table.more[slot] = places[1:]
         table.flags[slot] |= REPLICAS
-    if grant.put.hard_pin:
+    if hard_pin:
         table.flags[slot] |= HARD_PIN
-    elif soft_pin_until_ms:
+    elif soft_pin:
         table.flags[slot] |= SOFT_PIN
-        table.soft_pins[slot] = soft_pin_until_ms
-    if ttl_until_ms:
-        state.set_ttl(slot, ttl_until_ms)
-    tenant.complete[grant.key] = slot
-    state.order.add(slot, now_ms)
+        table.soft_pins[slot] = soft_pin
+    if ttl:
+        state.set_ttl(slot, ttl)
 
 
 def put_revoke(state: CatalogState, command: PutRevoke, now_ms: int) -> Applied:
@@ -373,11 +404,13 @@ def put_revoke(state: CatalogState, command: PutRevoke, now_ms: int) -> Applied:
     status = bytearray(len(keys))
     work = Work()
     tenant = state.tenants.find(command.tenant)
+    if tenant is None:
+        return Applied(Statuses(bytes(status)))
     for i, key in enumerate(keys):
-        grant = tenant.writing.get(key) if tenant is not None else None
-        if grant is not None and grant.generation == generations[i]:
+        grant = tenant.writing.get(key)
+        if grant is not None and grant[0].first + grant[1] == generations[i]:
             state.end_grant(work, grant, Event.PUT_REVOKE, now_ms)
-        elif tenant is not None and _is_complete(state, tenant, key, generations[i]):
+        elif _is_complete(state, tenant, key, generations[i]):
             status[i] = _EXISTS
     return work.done(Statuses(bytes(status)), now_ms)
 

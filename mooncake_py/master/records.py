@@ -82,7 +82,8 @@ class Gone:
 class GrantFields:
     """One put start (complete=False) or a run of complete objects in a snapshot.
 
-    `extents[i]`: (segment id, offset in bytes) of every replica of key i. `groups` is empty or one
+    `replicas[i]`: how many replicas key i has. `extents`: segment id, offset in bytes, and so on,
+    of all replicas of all keys. `groups` is empty or one
     number a key. `soft_pin_ms` and `ttl_ms` are durations before the commit, deadlines (absolute
     ms) of a complete object.
     """
@@ -96,7 +97,8 @@ class GrantFields:
     keys: Sequence[bytes]
     generations: Sequence[int]
     lengths: Sequence[int]
-    extents: Sequence[Sequence[tuple[int, int]]]
+    replicas: Sequence[int]
+    extents: Sequence[int]
     groups: Sequence[int] = ()
     complete: bool = False
 
@@ -180,9 +182,7 @@ def _segment_body(record: SegmentFields) -> bytes:
 def _grants_body(record: GrantFields) -> bytes:
     tenant = record.tenant.encode()
     keys = record.keys
-    extents = record.extents
     flags = HARD_PIN if record.hard_pin else 0
-    places = [number for replicas in extents for extent in replicas for number in extent]
     head = _GRANTS.pack(
         record.now_ms,
         record.expires_ms,
@@ -191,7 +191,7 @@ def _grants_body(record: GrantFields) -> bytes:
         flags,
         len(tenant),
         len(keys),
-        len(places) // 2,
+        len(record.extents) // 2,
         len(record.groups),
     )
     count = len(keys)
@@ -200,10 +200,10 @@ def _grants_body(record: GrantFields) -> bytes:
             head,
             tenant,
             struct.pack(f"<{count}H", *map(len, keys)),
-            struct.pack(f"<{count}B", *map(len, extents)),
+            struct.pack(f"<{count}B", *record.replicas),
             _u64s(record.generations),
             _u64s(record.lengths),
-            _u64s(places),
+            _u64s(record.extents),
             _u64s(record.groups),
             *keys,
         )
@@ -264,12 +264,10 @@ def _read_grants(body: memoryview, complete: bool = False) -> GrantFields:
     replica_counts = columns.numbers("B", count)
     generations = columns.numbers("Q", count)
     lengths = columns.numbers("Q", count)
-    pairs = columns.pairs(places)
+    extents = columns.numbers("Q", 2 * places)
     group_numbers = columns.numbers("Q", groups)
-    extents, at = [], 0
-    for replicas in replica_counts:
-        extents.append(tuple(pairs[at : at + replicas]))
-        at += replicas
+    if sum(replica_counts) != places:
+        raise DamagedRecord("extents and replicas differ in number")
     return GrantFields(
         now_ms=now_ms,
         expires_ms=expires_ms,
@@ -280,6 +278,7 @@ def _read_grants(body: memoryview, complete: bool = False) -> GrantFields:
         keys=[columns.take(nbytes) for nbytes in key_lengths],
         generations=generations,
         lengths=lengths,
+        replicas=replica_counts,
         extents=extents,
         groups=group_numbers,
         complete=complete,

@@ -3,7 +3,8 @@
 Rules. An absent key is OK. A leased object stays (OBJECT_LEASED) unless forced; a hard-pinned one
 stays likewise, so that pins are ended on purpose. A running grant is cancelled: its commit will be
 refused. Removal by prefix reaches only keys of the given tenant that begin with it, and counts what
-it removed and what it kept. The answer waits until this and every earlier record is durable: nothing comes back. Pure.
+it removed and what it kept. The answer waits until this and every earlier record is durable, so
+that nothing comes back from the dead. Pure.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from mooncake_py.master import records
@@ -34,10 +34,10 @@ from mooncake_py.master.objects import (
     SOFT_PIN,
     TTL,
 )
-from mooncake_py.master.puts import grant_fields, install
+from mooncake_py.master.puts import dress, grant_fields
 from mooncake_py.master.records import DamagedRecord, GrantFields
 from mooncake_py.master.state import CatalogState, extent_units
-from mooncake_py.master.tenant import Grant, PutOptions
+from mooncake_py.master.tenant import Put
 
 _RUN = 1024  # objects a snapshot record
 
@@ -115,10 +115,14 @@ class _Log:
 
     def _add(self, record: GrantFields) -> None:
         into = self.complete if record.complete else self.writing
+        extents = record.extents
+        at = 0
         for position, generation in enumerate(record.generations):
-            if generation in self.complete:
-                continue  # the snapshot knew it already
-            into[generation] = _Attempt(record, position, list(record.extents[position]))
+            end = at + 2 * record.replicas[position]
+            if generation not in self.complete:  # else the snapshot knew it already
+                pairs = zip(extents[at:end:2], extents[at + 1 : end : 2], strict=True)
+                into[generation] = _Attempt(record, position, list(pairs))
+            at = end
 
     def _commit(self, record: records.Commits) -> None:
         for generation, segment_id in record.failed:
@@ -240,34 +244,41 @@ def _places(
     )
 
 
-def _grant_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> Grant | None:
-    """The attempt as a grant, its space accounted for; None when nothing of it is left."""
+def _put_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> Put | None:
+    """The attempt as a put of one key, its space accounted for; None when nothing is left."""
     fields, position = attempt.fields, attempt.position
     tenant = state.tenants.obtain(fields.tenant)
     if not places or isinstance(tenant, str):
         return None
-    grant = Grant(fields.keys[position], attempt.generation, attempt.length, places)
-    grant.tenant = tenant
-    grant.expires_ms = fields.expires_ms
-    grant.put = PutOptions(fields.soft_pin_ms, fields.hard_pin, fields.ttl_ms)
-    if fields.groups:
-        grant.group = fields.groups[position]
-    units = extent_units(grant.length)
+    put = Put(
+        tenant=tenant,
+        first=attempt.generation,
+        expires_ms=fields.expires_ms,
+        keys=[fields.keys[position]],
+        lengths=[attempt.length],
+        places=[places],
+        groups=[fields.groups[position]] if fields.groups else (),
+        soft_pin_ms=fields.soft_pin_ms,
+        hard_pin=fields.hard_pin,
+        ttl_ms=fields.ttl_ms,
+        open_count=1,
+    )
+    units = extent_units(attempt.length)
     for place in places:
         state.members.at(place >> PLACE_BITS).used_units += units
     tenant.used_bytes += units * UNIT_BYTES * len(places)
     if fields.hard_pin:
         state.hard_pinned_units += units * len(places)
-    tenant.writing[grant.key] = grant
-    return grant
+    return put
 
 
 def _add_grant(
     state: CatalogState, attempt: _Attempt, places: tuple[int, ...], report: RestoreReport
 ) -> None:
-    grant = _grant_of(state, attempt, places)
-    if grant is not None:
-        state.watch_grants(grant.tenant, grant.expires_ms, [grant.key], grant.generation)
+    put = _put_of(state, attempt, places)
+    if put is not None:
+        put.tenant.writing[put.keys[0]] = (put, 0)
+        state.watch_grants(put)
         report.grants += 1
 
 
@@ -278,13 +289,18 @@ def _add_object(
     report: RestoreReport,
     now_ms: int,
 ) -> None:
-    grant = _grant_of(state, attempt, places)
-    if grant is None:
+    put = _put_of(state, attempt, places)
+    if put is None:
         report.objects_without_segment += 1
         return
     since, fields = attempt.committed_ms, attempt.fields
+    tenant, key = put.tenant, put.keys[0]
+    slot = state.table.add(key, put.first, attempt.length, places[0], tenant.number)
     soft_pin = fields.soft_pin_ms + since if fields.soft_pin_ms else 0
-    install(state, grant, soft_pin, fields.ttl_ms + since if fields.ttl_ms else 0, now_ms)
+    ttl = fields.ttl_ms + since if fields.ttl_ms else 0
+    dress(state, slot, places, fields.hard_pin, soft_pin, ttl)
+    tenant.complete[key] = slot
+    state.order.add(slot, now_ms)
     report.objects += 1
 
 
@@ -301,13 +317,26 @@ def _snapshot_records(state: CatalogState, now_ms: int) -> Iterator[records.Reco
             yield segment_fields(segment)
     yield from _object_records(state, now_ms)
     for tenant in state.tenants:
-        for grant in tenant.writing.values():
-            yield grant_fields(state, tenant, [grant], now_ms)
+        for put, index in tenant.writing.values():
+            yield grant_fields(state, _alone(put, index), now_ms)
     yield records.Resting(
         [
             (until, segment_id, start * UNIT_BYTES, units * UNIT_BYTES)
             for until, segment_id, start, units in state.resting
         ]
+    )
+
+
+def _alone(put: Put, index: int) -> Put:
+    """One grant of a put as a put of its own."""
+    return replace(
+        put,
+        first=put.first + index,
+        keys=[put.keys[index]],
+        lengths=[put.lengths[index]],
+        places=[put.places[index]],
+        groups=[put.groups[index]] if put.groups else (),
+        open_count=1,
     )
 
 
@@ -338,12 +367,12 @@ def _object_records(state: CatalogState, now_ms: int) -> Iterator[GrantFields]:
                 keys=[table.key[slot] or b"" for slot in run],
                 generations=[table.generation[slot] for slot in run],
                 lengths=[table.length[slot] for slot in run],
+                replicas=[len(table.places(slot)) for slot in run],
                 extents=[
-                    [
-                        (ids[place >> PLACE_BITS], (place & PLACE_MASK) * UNIT_BYTES)
-                        for place in table.places(slot)
-                    ]
+                    number
                     for slot in run
+                    for place in table.places(slot)
+                    for number in (ids[place >> PLACE_BITS], (place & PLACE_MASK) * UNIT_BYTES)
                 ],
                 complete=True,
             )

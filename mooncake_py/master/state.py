@@ -18,7 +18,7 @@ from mooncake_py.master.lifecycle import Event, Promise, State, end
 from mooncake_py.master.membership import ALIVE, GONE, Membership, Segment
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, READ, TTL, ObjectTable
 from mooncake_py.master.settings import CatalogSettings
-from mooncake_py.master.tenant import Grant, Tenant, Tenants
+from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
 from mooncake_py.model import EXTENT_ALIGN_BYTES, EXTENT_ROW, extent_bytes
 
 _NO_DIGEST = bytes(16)
@@ -85,47 +85,77 @@ class CatalogState:
         self.hard_pinned_units = 0
         self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
         self.leaving: list[tuple[Segment, list[int] | None]] = []  # gone, objects to forget
-        self._expiries: list[tuple[int, int, Tenant, list[bytes], int]] = []
-        self._expiry_count = 0
+        self._expiries: list[tuple[int, int, Put]] = []
+        self._put_count = 0
         self._ttls: list[tuple[int, int, int]] = []  # heap: until ms, slot, generation
         self.housekeeping_ms = 0
         self.evicting = False  # between the watermarks, on the way down
 
     # --- grants ---------------------------------------------------------------------------------
 
-    def watch_grants(self, tenant: Tenant, expires_ms: int, keys: list[bytes], first: int) -> None:
-        """Grants of these keys, with generations counted from `first`, end at `expires_ms` unless
-        they are committed before."""
-        self._expiry_count += 1
-        heapq.heappush(self._expiries, (expires_ms, self._expiry_count, tenant, keys, first))
+    def watch_grants(self, put: Put) -> None:
+        """What of this put is not committed by its expiry ends then."""
+        self._put_count += 1
+        heapq.heappush(self._expiries, (put.expires_ms, self._put_count, put))
 
     def expire_grants(self, work: Work, now_ms: int) -> None:
         while self._expiries and self._expiries[0][0] <= now_ms:
-            _, _, tenant, keys, first = heapq.heappop(self._expiries)
-            for generation, key in enumerate(keys, first):
-                grant = tenant.writing.get(key)
-                if grant is not None and grant.generation == generation:
-                    self.end_grant(work, grant, Event.GRANT_EXPIRED, now_ms)
+            _, _, put = heapq.heappop(self._expiries)
+            writing = put.tenant.writing
+            for index, key in enumerate(put.keys):
+                if writing.get(key) == (put, index):
+                    self.end_grant(work, (put, index), Event.GRANT_EXPIRED, now_ms)
 
     def end_grant(self, work: Work, grant: Grant, event: Event, now_ms: int) -> None:
         """The attempt ends without an object."""
+        put, index = grant
         transition = end(State.WRITING, event)
         until = 0
         if transition.promise is Promise.GRANT:
-            until = grant.expires_ms + self.settings.grant_margin_ms
-        units = extent_units(grant.length)
-        del grant.tenant.writing[grant.key]
-        for place in grant.places:
-            self.release(place, units, until, now_ms)
-        nbytes = units * EXTENT_ALIGN_BYTES * len(grant.places)
-        grant.tenant.used_bytes -= nbytes
-        if grant.put.hard_pin:
-            self.hard_pinned_units -= units * len(grant.places)
-        work.drop(grant.generation, max(until, now_ms))
-        self.counters[transition.counter] += 1
+            until = put.expires_ms + self.settings.grant_margin_ms
+        del put.tenant.writing[put.keys[index]]
+        nbytes = self._give_up(put, index, put.places[index], until, now_ms)
+        work.drop(put.first + index, max(until, now_ms))
         work.durable |= transition.durable
+        self.counters[transition.counter] += 1
         if event is Event.GRANT_EXPIRED:
             self.counters["grants_reclaimed_bytes"] += nbytes
+        put.close(1)
+
+    def fail_replicas(self, put: Put, index: int, segment_ids: set[int], now_ms: int) -> None:
+        """These nodes did not seal their replicas; they may still be writing."""
+        lost = tuple(
+            place
+            for place in put.places[index]
+            if self.members.at(place >> PLACE_BITS).segment_id in segment_ids
+        )
+        put.places[index] = tuple(each for each in put.places[index] if each not in lost)
+        self._give_up(put, index, lost, put.expires_ms + self.settings.grant_margin_ms, now_ms)
+
+    def _give_up(
+        self, put: Put, index: int, places: tuple[int, ...], until_ms: int, now_ms: int
+    ) -> int:
+        """These extents do not belong to the grant any more; how many bytes that is."""
+        units = extent_units(put.lengths[index])
+        for place in places:
+            self.release(place, units, until_ms, now_ms)
+        if put.hard_pin:
+            self.hard_pinned_units -= units * len(places)
+        nbytes = units * EXTENT_ALIGN_BYTES * len(places)
+        put.tenant.used_bytes -= nbytes
+        return nbytes
+
+    def lose_grants(self, work: Work, index: int, now_ms: int) -> None:
+        """The segment with this index is gone, and with it what was to be written there."""
+        for tenant in self.tenants:
+            for put, entry in list(tenant.writing.values()):
+                places = put.places[entry]
+                lost = tuple(each for each in places if each >> PLACE_BITS == index)
+                if len(lost) == len(places):
+                    self.end_grant(work, (put, entry), Event.NODE_LOST, now_ms)
+                elif lost:
+                    put.places[entry] = tuple(each for each in places if each not in lost)
+                    self._give_up(put, entry, lost, 0, now_ms)
 
     # --- objects --------------------------------------------------------------------------------
 

@@ -7,35 +7,40 @@ can stay readable while its successor is written. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mooncake_py.model import TENANT_MAX_BYTES
 
 
-class Grant:
-    """A put that has started: the key's next generation and where it goes."""
+@dataclass(slots=True, eq=False)
+class Put:
+    """What one put start granted: columns, one entry a grant. A grant is named (put, index).
 
-    __slots__ = ("expires_ms", "generation", "group", "key", "length", "places", "put", "tenant")
+    Grants of one put have consecutive generations, from `first`. `open_count` grants have not ended
+    yet; with the last one the columns are dropped.
+    """
 
-    def __init__(self, key: bytes, generation: int, length: int, places: tuple[int, ...]) -> None:
-        self.key = key
-        self.generation = generation
-        self.length = length
-        self.places = places
-        self.group = 0
-        self.tenant: Tenant
-        self.put: PutOptions
-        self.expires_ms = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PutOptions:
-    """What the grants of one put start share."""
-
+    tenant: Tenant
+    first: int
+    expires_ms: int
+    keys: list[bytes]
+    lengths: list[int]
+    places: list[tuple[int, ...]]
+    groups: Sequence[int] = ()  # empty, or one number a grant
     soft_pin_ms: int = 0
     hard_pin: bool = False
     ttl_ms: int = 0
+    open_count: int = 0
+
+    def close(self, count: int) -> None:
+        """So many grants have ended."""
+        self.open_count -= count
+        if not self.open_count:
+            self.keys, self.lengths, self.places, self.groups = [], [], [], ()
+
+
+Grant = tuple[Put, int]
 
 
 @dataclass(slots=True)

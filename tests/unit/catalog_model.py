@@ -61,17 +61,15 @@ class _Books:
             self._own(tenant.name, places, table.length[slot], f"object {key!r}", pinned)
 
     def add_grants(self) -> None:
-        watched = {
-            (tenant.name, key, generation)
-            for _, _, tenant, keys, first in self.state._expiries
-            for generation, key in enumerate(keys, first)
-        }
+        watched = {id(put) for _, _, put in self.state._expiries}
         for tenant in self.state.tenants:
-            for key, grant in tenant.writing.items():
-                assert (tenant.name, key, grant.generation) in watched, "a grant without an end"
-                self.generations.append(grant.generation)
-                pinned = grant.put.hard_pin
-                self._own(tenant.name, grant.places, grant.length, f"grant {key!r}", pinned)
+            for key, (put, index) in tenant.writing.items():
+                assert put.keys[index] == key
+                assert put.tenant is tenant
+                assert id(put) in watched, "a grant without an end"
+                self.generations.append(put.first + index)
+                places, length = put.places[index], put.lengths[index]
+                self._own(tenant.name, places, length, f"grant {key!r}", put.hard_pin)
 
     def add_resting(self) -> None:
         for _, segment_id, start, units in self.state.resting:
@@ -259,11 +257,18 @@ def picture(catalog: Catalog) -> dict[str, object]:
         for slot in table.live()
     }
     grants = {
-        (tenant.name, key, grant.generation, grant.length, grant.expires_ms, grant.put): extents(
-            grant.places
-        )
+        (
+            tenant.name,
+            key,
+            put.first + index,
+            put.lengths[index],
+            put.expires_ms,
+            put.soft_pin_ms,
+            put.ttl_ms,
+            put.hard_pin,
+        ): extents(put.places[index])
         for tenant in state.tenants
-        for key, grant in tenant.writing.items()
+        for key, (put, index) in tenant.writing.items()
     }
     return {
         "objects": {what: where for what, where in objects.items() if where},

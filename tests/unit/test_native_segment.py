@@ -53,7 +53,7 @@ class Bench:
         ]
 
 
-@pytest.fixture()
+@pytest.fixture
 def bench() -> Iterator[Bench]:
     base, nbytes, fd = memory.memory_open(NBYTES, "test-segment")
     segment = OwnedSegment(base, nbytes)
