@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from mooncake_py.clock import Clock, Deadline, SystemClock
 from mooncake_py.errors import ClusterError
 
 _LEASH = Path(__file__).with_name("leash.py")
@@ -40,10 +39,8 @@ class Child:
         folder: Path,
         *,
         stdin: str = "",
-        clock: Clock | None = None,
     ) -> None:
         self.name = name
-        self._clock = clock or SystemClock()
         self._stderr_path = folder / f"{name}.stderr"
         self._lines: queue.Queue[str | None] = queue.Queue(_LINES_MAX)
         interpreter = [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid())]
@@ -110,9 +107,12 @@ class Child:
     def stop(self, timeout_ms: int) -> int:
         """SIGTERM, wait, and SIGKILL for one that does not leave in time. The exit code."""
         self.ask_to_stop()
-        deadline = Deadline(timeout_ms, self._clock)
+        return self.wait(timeout_ms)
+
+    def wait(self, timeout_ms: int) -> int:
+        """Let it end by itself; SIGKILL for one that does not in time. The exit code."""
         try:
-            return self._process.wait(deadline.left_ms() / 1000)
+            return self._process.wait(timeout_ms / 1000)
         except subprocess.TimeoutExpired:
             return self.kill()
 
@@ -131,10 +131,7 @@ class Child:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:  # it has done its work: let it go by itself
-            try:
-                self._process.wait(_LEAVE_MS / 1000)
-            except subprocess.TimeoutExpired:
-                self.kill()
+        if kind is None:
+            self.wait(_LEAVE_MS)  # it has done its work
         else:
             self.kill()

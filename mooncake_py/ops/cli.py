@@ -204,7 +204,7 @@ def _bars() -> Progress:
     return Progress(
         TextColumn("{task.description:>8}"),
         BarColumn(bar_width=40),
-        TextColumn("{task.completed:,} of {task.total:,} requests"),
+        TextColumn("{task.completed:,} of {task.total:,}"),
         TimeRemainingColumn(compact=True),
         console=Console(stderr=True),
     )

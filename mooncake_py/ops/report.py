@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -143,40 +143,55 @@ def as_dict(report: Report) -> dict[str, object]:
 
 
 def render(report: Report) -> RenderableType:
-    """The table at the end of a replay."""
-    return Group(_sessions(report), _summary(report), *_remarks(report))
+    """The tables at the end of a replay; 80 columns are enough."""
+    return Group(_sessions(report), _calls(report), _summary(report), *_remarks(report))
+
+
+def _rows(report: Report) -> Iterator[tuple[str, Tally]]:
+    for process, tallies in (("writer", report.written), ("reader", report.read)):
+        for tally in tallies:
+            yield f"{process}, {tally.transport}", tally
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left")
+    return table
 
 
 def _sessions(report: Report) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="what each process did", title_justify="left")
-    table.add_column("process")
-    for heading in ("requests", "pages hit", "put", "got", "put GB/s", "get GB/s"):
-        table.add_column(heading, justify="right")
-    for operation in OPERATIONS:
-        table.add_column(f"{operation} ms\np50 / p99", justify="right")
-    for process, tallies in (("writer", report.written), ("reader", report.read)):
-        for tally in tallies:
-            table.add_row(
-                f"{process}, {tally.transport}",
-                f"{tally.requests:,}",
-                f"{tally.hit_pages:,} of {tally.pages:,}",
-                size_text(tally.put_bytes),
-                size_text(tally.got_bytes),
-                _number(gigabytes_per_s([tally], "put")),
-                _number(gigabytes_per_s([tally], "get")),
-                *(_pair([tally], operation) for operation in OPERATIONS),
-            )
+    table = _table("what each process did", "process", "requests", "pages hit", "put", "got")
+    for name, tally in _rows(report):
+        table.add_row(
+            name,
+            f"{tally.requests:,}",
+            f"{tally.hit_pages:,} of {tally.pages:,}",
+            size_text(tally.put_bytes),
+            size_text(tally.got_bytes),
+        )
+    return table
+
+
+def _calls(report: Report) -> Table:
+    table = _table("what its calls took", "process", "call", "calls", "p50 ms", "p99 ms", "GB/s")
+    for name, tally in _rows(report):
+        for operation in OPERATIONS:
+            if tally.latency_ns[operation]:
+                rate = None if operation == "exists" else gigabytes_per_s([tally], operation)
+                table.add_row(
+                    name,
+                    operation,
+                    f"{len(tally.latency_ns[operation]):,}",
+                    _number(percentile_ms([tally], operation, 50)),
+                    _number(percentile_ms([tally], operation, 99)),
+                    _number(rate),
+                )
     return table
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _pair(tallies: Sequence[Tally], operation: str) -> str:
-    middle = percentile_ms(tallies, operation, 50)
-    tail = percentile_ms(tallies, operation, 99)
-    return f"{_number(middle)} / {_number(tail)}"
 
 
 def _summary(report: Report) -> Table:
