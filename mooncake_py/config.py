@@ -26,6 +26,8 @@ _DURATION = re.compile(r"(\d+)\s*(ms|s|m|h)?", re.IGNORECASE)
 _MILLISECONDS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000}
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+SEGMENT_MIN_BYTES = 1 << 20
+PULL_THREADS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,40 @@ class MasterSettings:
                 raise UsageError(f"{name} must be at least 1")
         if self.message_bytes_max > self.queue_bytes_max:
             raise UsageError("settings contradict: message_bytes_max exceeds queue_bytes_max")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """A node: what it offers, to whom, and how it is reached."""
+
+    master: str = "127.0.0.1:50051"  # gRPC API of the master
+    listen: str = "127.0.0.1:0"  # of the transfer engine; port 0: any free one
+    advertise: str = ""  # host that others reach this one by; "": the listening one
+    name: str = ""  # unique in the cluster; "": host name and port
+    segment_bytes: int = 1 << 30  # memory offered; taken and touched at start
+    transports: str = "local,shm,tcp"  # that peers may use, comma-separated
+    health_listen: str = "auto"  # of the health service; auto: any port of the same host; off: none
+    pull_threads: int = 4  # pull requests served at once; a long copy occupies one
+    start_ms: int = 30_000  # what reaching the master may take at start
+    log_level: str = "info"
+
+    def transport_names(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.transports.split(",") if name.strip())
+
+    def validate(self) -> None:
+        """UsageError: a value is out of bounds."""
+        if self.log_level not in LOG_LEVELS:
+            raise UsageError(f"log_level is one of {', '.join(LOG_LEVELS)}", got=self.log_level)
+        if self.segment_bytes < SEGMENT_MIN_BYTES:
+            raise UsageError(
+                f"segment_bytes must be at least {SEGMENT_MIN_BYTES}", got=self.segment_bytes
+            )
+        if not 1 <= self.pull_threads <= PULL_THREADS_MAX:
+            raise UsageError(f"pull_threads is 1 to {PULL_THREADS_MAX}", got=self.pull_threads)
+        if not set(self.transport_names()) & {"shm", "tcp"}:
+            raise UsageError("transports must name shm or tcp", got=self.transports)
+        split_address(self.master)
+        split_address(self.listen)
 
 
 @dataclass(frozen=True, slots=True)

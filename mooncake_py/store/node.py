@@ -1,0 +1,80 @@
+"""`mooncake-node`: settings, start, the lines people read, signals, stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import fields
+
+import click
+
+from mooncake_py import config
+from mooncake_py import log as log_lines
+from mooncake_py.config import NodeSettings, Origin
+from mooncake_py.errors import MooncakeError, UsageError
+
+log = logging.getLogger(__name__)
+
+PROCESS = "node"
+
+
+@click.command()
+@click.option("--master", metavar="HOST:PORT", help="gRPC API of the master. [127.0.0.1:50051]")
+@click.option("--listen", metavar="HOST:PORT", help="Engine; port 0: any. [127.0.0.1:0]")
+@click.option("--advertise", metavar="HOST", help="Host under which others reach this one.")
+@click.option("--segment-bytes", metavar="SIZE", help="Memory to offer. [1GiB]")
+@click.option("--name", metavar="NAME", help="Unique in the cluster. [host name and port]")
+@click.option("--transports", metavar="LIST", help="Of local, shm and tcp. [local,shm,tcp]")
+@click.option(
+    "--health-listen", metavar="HOST:PORT", help="Health service; auto: any port; off. [auto]"
+)
+@click.option("--log-level", type=click.Choice(config.LOG_LEVELS), help="[info]")
+@click.option("--settings", "show", is_flag=True, help="Print all settings and their origins.")
+def main(show: bool, **given: str | None) -> None:
+    """A node of a mooncake cluster: offers this machine's memory to the store."""
+    try:
+        config.refuse_unknown(PROCESS, [f.name for f in fields(NodeSettings)])
+        settings, origins = config.resolve(NodeSettings, PROCESS, given)
+        if show:
+            click.echo("\n".join(map(str, origins)))
+            return
+        log_lines.setup(settings.log_level)
+        _serve(settings, origins)
+    except MooncakeError as error:
+        click.echo(f"mooncake-node: {error}", err=True)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _serve(settings: NodeSettings, origins: list[Origin]) -> None:
+    config.silence_grpc_core()
+    from mooncake_py.store.node_process import Node  # noqa: PLC0415  (loads gRPC's core)
+
+    stop = threading.Event()
+
+    def on_signal(number: int, _: object) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    chosen = [str(origin) for origin in origins if origin.source != "default"]
+    log.info("settings %s", " ".join(chosen) or "all default")
+    node = Node(settings)
+    node.start()
+    if not stop.is_set():
+        click.echo(
+            f"mooncake-node ready name={node.name} engine={node.address} master={settings.master} "
+            f"segment_bytes={node.segment_bytes} transports={settings.transports} "
+            f"health={node.health}"
+        )
+        stop.wait()
+    log.info("draining")
+    node.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The node: offers memory, pulls puts into it, serves reads of it, tells the master it lives.
+
+Threads, and who may be slow:
+* the engine's progress thread serves one-sided reads; no Python runs for a read;
+* `pull_threads` threads take pull requests (a long copy occupies one of them);
+* one heartbeat thread with its own channel to the master, which data work cannot starve.
+
+Life: engine and memory -> mount -> ready -> (SIGTERM) draining -> unmount -> gone. The memory is an
+anonymous memfd: whatever ends the process, the kernel frees it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from mooncake_py import errors
+from mooncake_py._native.segment import OwnedSegment
+from mooncake_py.clock import Clock, SystemClock
+from mooncake_py.config import NodeSettings, join_address, split_address
+from mooncake_py.errors import MooncakeError
+from mooncake_py.master.client import MasterClient
+from mooncake_py.master.commands import Heartbeat, Mount, Unmount
+from mooncake_py.store.health import HealthDoor
+from mooncake_py.store.host import host_id
+from mooncake_py.store.master_time import MasterTime
+from mooncake_py.store.pull import Mounted, PullHandler
+from mooncake_py.transfer import EngineOptions, Memory, TransferEngine
+from mooncake_py.wire.node import PULL_KIND, PullReply
+
+log = logging.getLogger(__name__)
+
+OFF = "off"
+AUTO = "auto"
+_RECEIVE_MS = 500  # how soon an idle pull thread notices that the node is closing
+_MASTER_CALL_MS = 2_000
+
+
+class Node:
+    """A running node. `start` mounts and returns when ready; `stop` drains and unmounts.
+
+    Raises from start: OutOfSpace (too little memory), UsageError (address in use, name taken),
+    MasterUnavailable, VersionMismatch. Thread-safe; stop may be called twice.
+    """
+
+    def __init__(self, settings: NodeSettings, clock: Clock | None = None) -> None:
+        self._settings = settings
+        self._clock = clock or SystemClock()
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._incarnation = secrets.randbits(63) | 1
+        self._master_time = MasterTime(self._clock)
+        self._heartbeat_ms = 500
+        self._answered = False
+        self._stack = ExitStack()
+        with ExitStack() as starting:
+            self._open(starting)
+            self._stack = starting.pop_all()
+
+    def _open(self, stack: ExitStack) -> None:
+        """Take memory and ports, in this order; on failure everything is given back."""
+        settings = self._settings
+        self._engine = TransferEngine(
+            EngineOptions(
+                listen=settings.listen,
+                advertise=settings.advertise,
+                transports=settings.transport_names(),
+            )
+        )
+        stack.callback(self._engine.close)
+        port = self._engine.address.rpartition(":")[2]
+        self.name = settings.name or f"{socket.gethostname()}:{port}"
+        self._memory = Memory(settings.segment_bytes, name=f"mooncake-{self.name}")
+        stack.callback(self._memory.close)
+        self._segment = OwnedSegment(self._memory.base, self._memory.nbytes)
+        stack.callback(self._segment.close)
+        self._region = self._engine.register(self._memory, access="read")
+        stack.callback(self._region.close)
+        self._pulls = PullHandler(self._engine, self._segment, self._master_time)
+        self._master = MasterClient(settings.master, role="node", clock=self._clock)
+        stack.callback(self._master.close)
+        self.health = OFF
+        if settings.health_listen != OFF:
+            door = HealthDoor(self._health_address(), self.healthy)
+            stack.callback(door.close)
+            self.health = door.address
+
+    def _health_address(self) -> str:
+        if self._settings.health_listen != AUTO:
+            return self._settings.health_listen
+        host, _ = split_address(self._settings.listen)
+        return join_address(host, 0)
+
+    @property
+    def address(self) -> str:
+        """Engine address that peers open."""
+        return self._engine.address
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._memory.nbytes
+
+    def start(self) -> None:
+        try:
+            self._master.connect(timeout_ms=self._settings.start_ms)
+            self._mount(self._settings.start_ms)
+        except BaseException:
+            self.stop()
+            raise
+        for index in range(self._settings.pull_threads):
+            self._spawn(self._serve_pulls, f"mooncake-pull-{index}")
+        self._spawn(self._heartbeats, "mooncake-heartbeat")
+
+    def stop(self) -> None:
+        """Take nothing new, let running pulls end, tell the master, release everything."""
+        self._pulls.draining = True
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+        mounted, self._pulls.mounted = self._pulls.mounted, None
+        if mounted is not None:
+            leave = Unmount(self.name, self._incarnation, mounted.segment_id)
+            try:
+                self._master.unmount(leave, timeout_ms=_MASTER_CALL_MS)
+            except MooncakeError as error:
+                log.warning("the master was not told that this node leaves: %s", error)
+        self._stack.close()
+
+    def healthy(self) -> bool:
+        """Mounted, and the last heartbeat was answered."""
+        return self._answered and self._pulls.mounted is not None and not self._closing.is_set()
+
+    def _spawn(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    # --- master ---
+
+    def _mount(self, timeout_ms: int) -> None:
+        before = self._pulls.mounted
+        asked_at_ms = self._clock.now_ms()
+        mount = self._master.mount(
+            Mount(
+                self.name,
+                self._incarnation,
+                self._engine.address,
+                self._region.id,
+                self._memory.nbytes,
+                host_id(),
+                segment_id=before.segment_id if before else 0,
+            ),
+            timeout_ms=timeout_ms,
+        )
+        if before is not None and before.segment_id != mount.segment_id:
+            # That master has never seen our objects, and its generations may be older than ours.
+            log.warning("the master gave a new segment id: objects held here are dropped")
+            self._pulls.mounted = None
+            self._drop_all()
+        self._master_time.learnt(mount.master_now_ms, asked_at_ms)
+        self._heartbeat_ms = mount.heartbeat_ms
+        self._pulls.mounted = Mounted(mount.segment_id, mount.grant_secret)
+        self._answered = True
+
+    def _drop_all(self) -> None:
+        while len(rows := self._segment.inventory()):
+            self._segment.unseal(rows)
+
+    def _heartbeats(self) -> None:
+        while not self._closing.wait(self._heartbeat_ms / 1000):
+            try:
+                self._heartbeat()
+            except MooncakeError as error:
+                if self._answered:
+                    log.warning("heartbeat not answered: %s", error)
+                self._answered = False
+            else:
+                if not self._answered:
+                    log.info("heartbeats are answered again")
+                self._answered = True
+
+    def _heartbeat(self) -> None:
+        mounted = self._pulls.mounted
+        if mounted is None:
+            self._mount(_MASTER_CALL_MS)
+            return
+        asked_at_ms = self._clock.now_ms()
+        beat = self._master.heartbeat(
+            Heartbeat(
+                self.name,
+                self._incarnation,
+                mounted.segment_id,
+                draining=self._pulls.draining,
+                used_bytes=self._segment.stats().extent_nbytes,
+            ),
+            timeout_ms=_MASTER_CALL_MS,
+        )
+        if not beat.known:
+            log.info("the master does not know this node any more: mounting again")
+            self._mount(_MASTER_CALL_MS)
+            return
+        self._master_time.learnt(beat.master_now_ms, asked_at_ms)
+        if len(beat.unseal):
+            self._segment.unseal(beat.unseal)
+
+    # --- clients ---
+
+    def _serve_pulls(self) -> None:
+        while not self._closing.is_set():
+            try:
+                message = self._engine.receive(_RECEIVE_MS)
+                if message is None:
+                    continue
+                if message.kind == PULL_KIND:
+                    reply = self._pulls.serve(message)
+                else:
+                    reply = PullReply(
+                        code=errors.VersionMismatch.code,
+                        cause=f"this node knows no message kind {message.kind}",
+                    )
+                self._engine.reply(message, reply.encode())
+            except errors.TransferError as error:
+                log.info("a reply was not delivered: %s", error)  # that client is gone
+            except Exception:
+                log.exception("a pull failed in a way it must not; the node goes on")
