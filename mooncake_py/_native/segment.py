@@ -61,9 +61,7 @@ class OwnedSegment:
             _i32(statuses, rows),
         )
 
-    def seal(
-        self, rows: np.ndarray, crcs: np.ndarray, now_ms: int, statuses: np.ndarray
-    ) -> None:
+    def seal(self, rows: np.ndarray, crcs: np.ndarray, now_ms: int, statuses: np.ndarray) -> None:
         lib.mc_segment_seal(
             self._live(),
             _rows(rows),

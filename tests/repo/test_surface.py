@@ -9,7 +9,7 @@ import pytest
 import mooncake_py
 from mooncake_py import errors
 
-EXPORTED: set[str] = set()
+EXPORTED = {"EngineOptions", "ObjectInfo", "ReplicaPolicy", "StoreClient", "TransferEngine"}
 
 
 def error_classes() -> list[type[errors.MooncakeError]]:

@@ -130,9 +130,7 @@ def test_a01_two_writers_never_share_memory(bench: Bench) -> None:
         ((1 << 64) - 64, 64), (64, (1 << 64) - 64), (0, (1 << 64) - 1),
     ],
 )  # fmt: skip
-def test_a34_rows_outside_the_segment_are_refused(
-    bench: Bench, offset: int, length: int
-) -> None:
+def test_a34_rows_outside_the_segment_are_refused(bench: Bench, offset: int, length: int) -> None:
     rows, statuses = row(offset, length, 1), np.zeros(1, np.int32)
     bench.segment.begin(rows, NOW, statuses)
     assert statuses.tolist() == [-errors.UsageError.code]
