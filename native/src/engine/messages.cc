@@ -42,7 +42,9 @@ int32_t MessageQueue::take(Deadline deadline, Received* out) {
   {
     std::unique_lock lock(mutex_);
     const auto ready = [this] { return closed_ || wakes_ > 0 || !messages_.empty(); };
-    if (!ready() && !ready_.wait_until(lock, deadline.as_time_point(), ready)) {
+    // A deadline that has passed is a poll: going to sleep for it would cost the timer's slack.
+    if (!ready() &&
+        (deadline.passed() || !ready_.wait_until(lock, deadline.as_time_point(), ready))) {
       return MC_E_TIMEOUT;
     }
     if (closed_) return fail(MC_E_CANCELLED, "the engine was closed");
