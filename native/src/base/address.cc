@@ -4,9 +4,12 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/un.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 
@@ -21,6 +24,16 @@ constexpr int kKeepaliveIdleS = 10, kKeepaliveEveryS = 3, kKeepaliveProbes = 3;
 
 void set(int fd, int level, int option, int value) {
   (void)setsockopt(fd, level, option, &value, sizeof value);  // each is an improvement, not a need
+}
+
+SocketAddress abstract(const std::string& name) {
+  SocketAddress address;
+  auto& un = reinterpret_cast<sockaddr_un&>(address.storage);
+  un.sun_family = AF_UNIX;
+  const size_t n = std::min(name.size(), sizeof un.sun_path - 1);
+  memcpy(un.sun_path + 1, name.data(), n);  // the first byte stays 0
+  address.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + n);
+  return address;
 }
 
 int32_t connect_one(const SocketAddress& to, Deadline deadline, int abort_fd, Fd* out) {
@@ -114,6 +127,27 @@ int32_t listen_on(const HostPort& where, Fd* out, uint16_t* out_port) {
   *out_port = ntohs(bound.storage.ss_family == AF_INET6
                         ? reinterpret_cast<const sockaddr_in6*>(&bound.storage)->sin6_port
                         : reinterpret_cast<const sockaddr_in*>(&bound.storage)->sin_port);
+  *out = std::move(fd);
+  return MC_OK;
+}
+
+int32_t listen_abstract(const std::string& name, Fd* out) {
+  Fd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const SocketAddress at = abstract(name);
+  if (!fd || bind(fd.get(), reinterpret_cast<const sockaddr*>(&at.storage), at.length) != 0 ||
+      listen(fd.get(), kBacklog) != 0) {
+    return fail_errno(MC_E_OUT_OF_SPACE, "unix socket %s", name.c_str());
+  }
+  *out = std::move(fd);
+  return MC_OK;
+}
+
+int32_t connect_abstract(const std::string& name, Fd* out) {
+  Fd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const SocketAddress to = abstract(name);
+  if (!fd || ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&to.storage), to.length) != 0) {
+    return fail_errno(MC_E_PEER_UNREACHABLE, "its unix socket is not on this host");
+  }
   *out = std::move(fd);
   return MC_OK;
 }

@@ -33,6 +33,11 @@ int32_t resolve(const HostPort& where, bool passive, std::vector<SocketAddress>*
 // A listening socket; *out_port is the one it got. A port in use is MC_E_USAGE.
 int32_t listen_on(const HostPort& where, Fd* out, uint16_t* out_port);
 
+// Unix stream sockets in the abstract namespace, which is one per network namespace and leaves no
+// files behind.
+int32_t listen_abstract(const std::string& name, Fd* out);
+int32_t connect_abstract(const std::string& name, Fd* out);
+
 // A connected, non-blocking, close-on-exec TCP socket without delay. `abort_fd` (or -1): ends the
 // waiting with MC_E_CANCELLED once it is readable.
 int32_t connect_to(const HostPort& where, Deadline deadline, int abort_fd, Fd* out);

@@ -12,7 +12,6 @@ namespace mc {
 namespace {
 
 constexpr uint64_t kStrangersMax = 1024;  // connections that are not peers yet
-constexpr uint64_t kLanesMax = 16;
 constexpr size_t kLostMax = 64;
 constexpr uint64_t kLeaveMs = 10'000;  // a caller that does not leave by then is our bug
 
@@ -69,9 +68,17 @@ int32_t Engine::start_listening() {
   if (address_.size() >= sizeof Hello::address) {
     return fail(MC_E_USAGE, "address '%s' is too long", address_.c_str());
   }
-  const auto listener = std::make_shared<Listener>(*this, std::move(fd), false);
-  listeners_.push_back(listener);
-  return listener->start();
+  listeners_.push_back(std::make_shared<Listener>(*this, std::move(fd), false));
+  if ((settings_.transports & MC_TRANSPORT_SHM) != 0) {
+    shm_name_ = "mooncake-" + hex(random_token()).substr(0, 30);  // cannot be guessed
+    Fd unix_fd;
+    if (const int32_t status = listen_abstract(shm_name_, &unix_fd); status != MC_OK) return status;
+    listeners_.push_back(std::make_shared<Listener>(*this, std::move(unix_fd), true));
+  }
+  for (const auto& listener : listeners_) {
+    if (const int32_t status = listener->start(); status != MC_OK) return status;
+  }
+  return MC_OK;
 }
 
 Engine::~Engine() { shutdown(); }
@@ -273,14 +280,17 @@ int32_t Engine::deregister(uint32_t id, Deadline deadline) {
   std::shared_ptr<Region> region;
   if (const int32_t status = regions_.drop(id, &region); status != MC_OK) return status;
   if (!region) return MC_OK;
-  const bool quiet = region->revoke(deadline);
+  region->revoke();
   std::vector<std::shared_ptr<Peer>> peers;
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [peer_id, peer] : peers_) peers.push_back(peer);
   }
-  for (const auto& peer : peers) peer->endpoint->forget(region, deadline);
-  return quiet ? MC_OK : fail(MC_E_TIMEOUT, "a copy in region %u did not end in time", id);
+  for (const auto& peer : peers) peer->endpoint->forget(region);
+  for (const auto& peer : peers) peer->endpoint->wait_forgotten(*region, deadline);
+  return region->wait_quiet(deadline)
+             ? MC_OK
+             : fail(MC_E_TIMEOUT, "a copy in region %u did not end in time", id);
 }
 
 void Engine::track(const std::shared_ptr<Batch>& batch, const std::shared_ptr<Endpoint>& endpoint) {

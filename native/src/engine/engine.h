@@ -111,6 +111,8 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   int32_t start_listening();
   int32_t connect_peer(const std::string& address, Deadline deadline, uint64_t* out_peer);
   int32_t open_local(const Hello& hello, const std::string& address, uint64_t* out_peer);
+  int32_t open_shm(const Hello& hello, const std::string& address, Deadline deadline,
+                   uint64_t* out_peer);
   int32_t open_stream(Fd fd, const Hello& hello, const std::string& address,
                       const std::string& reason, Deadline deadline, uint64_t* out_peer);
   void open_lanes(const HostPort& where, const Hello& hello, StreamEndpoint& endpoint,

@@ -5,6 +5,8 @@
 
 #include <cerrno>
 
+#include "transport/shm/shm_endpoint.h"
+
 namespace mc {
 namespace {
 
@@ -53,7 +55,7 @@ void Listener::rest_on_progress() {
 // ---- Greeter -------------------------------------------------------------------------------
 
 Greeter::Greeter(Engine& engine, Fd fd, bool is_unix)
-    : engine_(engine), fd_(std::move(fd)), is_unix_(is_unix), expected_(Step::kHello) {}
+    : engine_(engine), fd_(std::move(fd)), is_unix_(is_unix), expected_(is_unix ? Step::kShmHello : Step::kHello) {}
 
 Greeter::~Greeter() { engine_.drop_stranger(); }
 
@@ -76,7 +78,7 @@ void Greeter::hang_up_on_progress() {
 void Greeter::ready_on_progress(uint32_t) {
   if (!fd_) return;
   auto* bytes = reinterpret_cast<uint8_t*>(&got_);
-  const ssize_t n = receive_with_fd(fd_.get(), bytes + have_, sizeof got_ - have_, nullptr);
+  const ssize_t n = receive_with_fd(fd_.get(), bytes + have_, sizeof got_ - have_, &passed_);
   if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (n <= 0) return hang_up_on_progress();  // it decided for another way, or was no peer
   have_ += static_cast<size_t>(n);
@@ -99,8 +101,12 @@ void Greeter::step_on_progress() {
     (void)answer_on_progress(answer);
     return hang_up_on_progress();
   }
-  if (expected_ == Step::kHello) return hello_on_progress();
-  choice_on_progress();
+  switch (expected_) {
+    case Step::kHello: return hello_on_progress();
+    case Step::kShmHello: return shm_hello_on_progress();
+    case Step::kShmProof: return shm_proof_on_progress();
+    default: return choice_on_progress();
+  }
 }
 
 bool Greeter::answer_on_progress(const Hello& hello, int passed) {
@@ -157,6 +163,43 @@ void Greeter::lane_on_progress() {
   engine_.loop().cancel_call(timer_);
   engine_.loop().remove(*this, fd_.get());
   (void)endpoint->add_lane(std::move(fd_));
+}
+
+// ---- the proof of shared memory ------------------------------------------------------------
+
+void Greeter::shm_hello_on_progress() {
+  first_ = got_;
+  Hello answer = engine_.own_hello();
+  answer.step = Step::kShmHello;
+  if (!read_proof(passed_, &answer.token) || proof_.make() != MC_OK) {
+    engine_.refused();
+    return hang_up_on_progress();
+  }
+  passed_.reset(-1);
+  tie(fd_.get(), answer.token, got_.token_address, &ties_);
+  answer.reads_memory = ties_.we_read ? 1 : 0;
+  answer.token_address = proof_.token_address();
+  expected_ = Step::kShmProof;
+  if (!answer_on_progress(answer, proof_.fd())) hang_up_on_progress();
+}
+
+void Greeter::shm_proof_on_progress() {
+  Hello ready = engine_.own_hello();
+  ready.step = Step::kReady;
+  const bool proven = got_.token == proof_.token();
+  if (!proven) {
+    engine_.refused();
+    ready.status = MC_E_PEER_UNREACHABLE;
+  }
+  if (!answer_on_progress(ready) || !proven) return hang_up_on_progress();
+  engine_.loop().cancel_call(timer_);
+  engine_.loop().remove(*this, fd_.get());
+  ties_.it_reads = got_.reads_memory != 0;
+  const auto endpoint = std::make_shared<ShmEndpoint>(engine_, stranger(),
+                                                      engine_.stream_limits(), std::move(ties_));
+  (void)endpoint->add_lane(std::move(fd_), true);
+  engine_.adopt(endpoint, stranger(), "");
+  if (endpoint->start() != MC_OK) endpoint->close(Failure::last(MC_E_PEER_UNREACHABLE));
 }
 
 }  // namespace mc

@@ -8,6 +8,7 @@
 
 #include "engine/engine.h"
 #include "engine/hello.h"
+#include "transport/shm/proof.h"
 
 namespace mc {
 
@@ -40,6 +41,8 @@ class Greeter final : public Source, public std::enable_shared_from_this<Greeter
   void hello_on_progress();
   void choice_on_progress();
   void lane_on_progress();
+  void shm_hello_on_progress();
+  void shm_proof_on_progress();
   bool answer_on_progress(const Hello& hello, int passed = -1);
   Introduction stranger() const;
 
@@ -52,6 +55,9 @@ class Greeter final : public Source, public std::enable_shared_from_this<Greeter
   size_t have_ = 0;
   Hello first_;  // what the stranger said of itself
   const Token session_ = random_token();
+  Fd passed_;  // the memfd of its proof
+  Proof proof_;
+  ShmTies ties_;
 };
 
 }  // namespace mc

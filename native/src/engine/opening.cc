@@ -3,6 +3,7 @@
 
 #include "engine/engine.h"
 #include "engine/hello.h"
+#include "transport/shm/shm_endpoint.h"
 
 namespace mc {
 namespace {
@@ -60,8 +61,13 @@ int32_t Engine::connect_peer(const std::string& address, Deadline deadline, uint
       open_local(theirs, address, out_peer) == MC_OK) {
     return MC_OK;
   }
-  return open_stream(std::move(fd), theirs, address, "tcp: shm is not offered on both sides",
-                     deadline, out_peer);
+  std::string reason = "tcp: shm is not offered on both sides";
+  if ((both & MC_TRANSPORT_SHM) != 0) {
+    status = open_shm(theirs, address, deadline, out_peer);
+    if (status == MC_OK || status == MC_E_CANCELLED) return status;
+    reason = std::string("tcp: no shm, because ") + last_error();
+  }
+  return open_stream(std::move(fd), theirs, address, reason, deadline, out_peer);
 }
 
 int32_t Engine::open_local(const Hello& hello, const std::string& address, uint64_t* out_peer) {
@@ -72,6 +78,50 @@ int32_t Engine::open_local(const Hello& hello, const std::string& address, uint6
   other->adopt(ends[1], introduction_of(own_hello()), "");
   *out_peer = adopt(ends[0], introduction_of(hello), address);
   other->leave();
+  return MC_OK;
+}
+
+int32_t Engine::open_shm(const Hello& hello, const std::string& address, Deadline deadline,
+                         uint64_t* out_peer) {
+  Fd fd;
+  int32_t status = connect_abstract(hello.shm_name_text(), &fd);
+  if (status != MC_OK) return status;
+  Proof proof;
+  if (status = proof.make(); status != MC_OK) return status;
+  Hello ours = own_hello();
+  ours.step = Step::kShmHello;
+  ours.token_address = proof.token_address();
+  Hello theirs;
+  Fd passed;
+  status = send_hello(fd.get(), ours, deadline, closing_fd(), proof.fd());
+  if (status == MC_OK) {
+    status = receive_hello(fd.get(), Step::kShmHello, deadline, closing_fd(), &theirs, &passed);
+  }
+  if (status != MC_OK) return status;
+  ours.step = Step::kShmProof;
+  if (theirs.token != proof.token() || theirs.incarnation != hello.incarnation ||
+      !read_proof(passed, &ours.token)) {
+    return fail(MC_E_PEER_UNREACHABLE, "the proof of shared memory failed");
+  }
+  ShmTies ties;
+  tie(fd.get(), ours.token, theirs.token_address, &ties);
+  ties.it_reads = theirs.reads_memory != 0;
+  ours.reads_memory = ties.we_read ? 1 : 0;
+  status = send_hello(fd.get(), ours, deadline, closing_fd());
+  if (status == MC_OK) {
+    status = receive_hello(fd.get(), Step::kReady, deadline, closing_fd(), &theirs);
+  }
+  if (status != MC_OK) return status;
+  const auto endpoint = std::make_shared<ShmEndpoint>(*this, introduction_of(hello),
+                                                      stream_limits(), std::move(ties));
+  (void)endpoint->add_lane(std::move(fd), true);
+  const uint64_t id = adopt(endpoint, introduction_of(hello), address);
+  status = endpoint->start();
+  if (status != MC_OK) {
+    endpoint->close(Failure::last(status));
+    return status;
+  }
+  *out_peer = id;
   return MC_OK;
 }
 

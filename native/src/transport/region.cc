@@ -59,10 +59,11 @@ bool Region::pin() {
 
 void Region::unpin() { state_.fetch_sub(1, std::memory_order_acq_rel); }
 
-bool Region::revoke(Deadline deadline) {
-  state_.fetch_or(kRevoked, std::memory_order_acq_rel);
+void Region::revoke() { state_.fetch_or(kRevoked, std::memory_order_acq_rel); }
+
+bool Region::wait_quiet(Deadline deadline) const {
   const timespec pause{0, 20'000};  // pins span one copy; nobody pays for a wake-up on each unpin
-  while ((state_.load(std::memory_order_acquire) & ~kRevoked) != 0) {
+  while (!quiet()) {
     if (deadline.passed()) return false;
     nanosleep(&pause, nullptr);
   }

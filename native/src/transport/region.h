@@ -1,8 +1,9 @@
 // Registered memory and the rule that makes deregistration strict.
 //
 // Whoever touches a region's bytes pins it first and unpins right after: a pin spans one copy or
-// one system call that does not block, never a wait for a peer. revoke() refuses new pins and
-// waits for the old ones, so that afterwards nobody touches the memory through this engine.
+// one system call that does not block, never a wait for a peer. revoke() refuses new pins, and once
+// the old ones are gone nobody touches the memory through this engine. A peer's region, seen over
+// shared memory, follows the same rule: its owner is told once it is quiet here.
 #pragma once
 
 #include <sys/uio.h>
@@ -39,8 +40,11 @@ class Region {
   bool pin();
   void unpin();
   bool alive() const { return (state_.load(std::memory_order_acquire) & kRevoked) == 0; }
-  // False: pins are left at the deadline (the region stays revoked).
-  bool revoke(Deadline deadline);
+  // Refuse new pins from now on; quiet() once the old ones are gone.
+  void revoke();
+  bool quiet() const { return (state_.load(std::memory_order_acquire) & ~kRevoked) == 0; }
+  // False: pins are left at the deadline.
+  bool wait_quiet(Deadline deadline) const;
 
  private:
   static constexpr uint32_t kRevoked = 1U << 31;

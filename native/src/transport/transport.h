@@ -107,9 +107,11 @@ class Endpoint {
   virtual int32_t map(uint32_t region, Deadline deadline, uint64_t* out_address,
                       uint64_t* out_nbytes) = 0;
 
-  // A region of ours was revoked: nothing of it may be sent any more, and peers that look at it by
-  // themselves must have stopped before this returns. A peer that does not by the deadline is cut.
-  virtual void forget(const std::shared_ptr<Region>& region, Deadline deadline) = 0;
+  // A region of ours was revoked: nothing of it is sent any more once this returned. Does not wait.
+  virtual void forget(const std::shared_ptr<Region>& region) = 0;
+  // After forget(): wait until the peer does not look at the region by itself any more. A peer that
+  // still does at the deadline is cut.
+  virtual void wait_forgotten(const Region& region, Deadline deadline) = 0;
 
   // Cut the connection; batches end with `why`, Host::lost() is called. Idempotent, not blocking
   // but for copies that run.

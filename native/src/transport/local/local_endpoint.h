@@ -44,7 +44,8 @@ class LocalEndpoint final : public Endpoint, public std::enable_shared_from_this
   int32_t reply(uint64_t correlation, const void* bytes, uint32_t nbytes) override;
   int32_t map(uint32_t region, Deadline deadline, uint64_t* out_address,
               uint64_t* out_nbytes) override;
-  void forget(const std::shared_ptr<Region>&, Deadline) override {}  // pins are all there is
+  void forget(const std::shared_ptr<Region>&) override {}  // pins are all there is
+  void wait_forgotten(const Region&, Deadline) override {}
   void close(const Failure& why) override;
 
  private:

@@ -56,7 +56,7 @@ void Connection::settle() {
   }
 }
 
-void Connection::flush_on_progress() {
+void Connection::flush() {
   if (!out_.full()) (void)out_.pump();
   settle();
 }
@@ -86,7 +86,7 @@ void Connection::ready_on_progress(uint32_t events) {
 
 void Connection::act_on_progress(InStream::Outcome outcome,
                                  const std::shared_ptr<StreamEndpoint>& owner) {
-  flush_on_progress();
+  flush();
   owner->issue();
   switch (outcome) {
     case InStream::Outcome::kDrained:
@@ -289,7 +289,7 @@ void Connection::end_write_on_progress(const FrameHead& head) {
   done.a = static_cast<uint32_t>(body_status_);
   done.b = crc_;
   body_region_.reset();
-  (void)out_.send(done, nullptr, OutQueue::Room::kAlways);
+  out_.queue(done);
 }
 
 bool Connection::answer_reads_on_progress(const FrameHead& head, const uint8_t* bytes) {
@@ -308,7 +308,7 @@ bool Connection::answer_reads_on_progress(const FrameHead& head, const uint8_t* 
     } else {
       host_.refused();
       answer.a = static_cast<uint32_t>(MC_E_ACCESS);
-      (void)out_.send(answer, nullptr, OutQueue::Room::kAlways);
+      out_.queue(answer);
     }
   }
   return true;

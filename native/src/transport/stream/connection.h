@@ -32,8 +32,8 @@ class Connection final : public Source,
     settle();
     return result;
   }
-  // Go on with the answers that were queued on the progress thread.
-  void flush_on_progress();
+  // Send what was queued without being sent.
+  void flush();
 
   OutQueue& out() { return out_; }
   PartTable& parts() { return parts_; }

@@ -82,6 +82,13 @@ void OutQueue::own_rest_locked(Frame& frame) {
   frame.batch.reset();
 }
 
+void OutQueue::queue(const FrameHead& head) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  if (is_answer(head)) ++answers_;
+  urgent_.emplace_back().head = head;
+}
+
 void OutQueue::answer(const FrameHead& head, const std::shared_ptr<Region>& region,
                       uint64_t offset) {
   const std::lock_guard lock(mutex_);

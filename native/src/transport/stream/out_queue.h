@@ -43,6 +43,8 @@ class OutQueue {
   enum class Room { kWait, kRefuse, kAlways };
   int32_t send(const FrameHead& head, const void* bytes, Room room, Deadline deadline = Deadline(),
                Fd passed = Fd());
+  // An answer without a body, left for the next pump(): many of them go out together.
+  void queue(const FrameHead& head);
   // A data frame whose body is `region`'s range (an answer) ...
   void answer(const FrameHead& head, const std::shared_ptr<Region>& region, uint64_t offset);
   // ... or local memory of a batch.

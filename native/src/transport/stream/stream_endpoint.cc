@@ -217,7 +217,7 @@ int32_t StreamEndpoint::map(uint32_t region, Deadline, uint64_t*, uint64_t*) {
               reason_.c_str());
 }
 
-void StreamEndpoint::forget(const std::shared_ptr<Region>& region, Deadline) {
+void StreamEndpoint::forget(const std::shared_ptr<Region>& region) {
   for (const auto& lane : lanes()) lane->out().forget_region(*region);
 }
 

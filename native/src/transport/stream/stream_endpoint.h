@@ -39,7 +39,8 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   int32_t reply(uint64_t correlation, const void* bytes, uint32_t nbytes) override;
   int32_t map(uint32_t region, Deadline deadline, uint64_t* out_address,
               uint64_t* out_nbytes) override;
-  void forget(const std::shared_ptr<Region>& region, Deadline deadline) override;
+  void forget(const std::shared_ptr<Region>& region) override;
+  void wait_forgotten(const Region&, Deadline) override {}
   void close(const Failure& why) override;
 
   uint32_t message_bytes_max() const { return limits_.message_bytes_max; }

@@ -1,0 +1,38 @@
+#include "transport/shm/remote_region.h"
+
+#include <sys/mman.h>
+
+#include "base/status.h"
+#include "transport/shm/proof.h"
+
+namespace mc {
+
+RemoteRegion::RemoteRegion(uint32_t id, std::vector<mc_piece> pieces, uint32_t access, Fd fd)
+    : shape_(std::make_shared<Region>(id, std::move(pieces), access, Fd())),
+      fd_(std::move(fd)),
+      mappable_(shape_->pieces().size() == 1 && is_safe_to_map(fd_.get(), shape_->nbytes())) {}
+
+RemoteRegion::~RemoteRegion() {
+  if (const uint8_t* at = mapped_) munmap(const_cast<uint8_t*>(at), shape_->nbytes());
+}
+
+const uint8_t* RemoteRegion::map() {
+  if (const uint8_t* at = mapped()) return at;
+  if (!mappable_) return nullptr;
+  const std::lock_guard lock(mutex_);
+  if (const uint8_t* at = mapped()) return at;
+  uint64_t address = 0;
+  if (map_for_caller(&address) != MC_OK) return nullptr;
+  mapped_ = reinterpret_cast<const uint8_t*>(address);
+  return mapped_;
+}
+
+int32_t RemoteRegion::map_for_caller(uint64_t* out_address) const {
+  if (!mappable_) return fail(MC_E_ACCESS, "region %u is no memfd that can be mapped", shape_->id());
+  void* at = mmap(nullptr, shape_->nbytes(), PROT_READ, MAP_SHARED | MAP_POPULATE, fd_.get(), 0);
+  if (at == MAP_FAILED) return fail_errno(MC_E_ACCESS, "mmap of region %u", shape_->id());
+  *out_address = reinterpret_cast<uint64_t>(at);
+  return MC_OK;
+}
+
+}  // namespace mc

@@ -1,0 +1,511 @@
+#include "transport/shm/shm_endpoint.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace mc {
+namespace {
+
+constexpr uint64_t kGroupBytes = 1 << 20;   // copied between two looks at stop and deadline
+constexpr size_t kGroupParts = 128;
+constexpr uint64_t kInlineMax = 256 << 10;  // of an asynchronous batch, copied by its caller
+
+}  // namespace
+
+ShmEndpoint::ShmEndpoint(Host& host, Introduction peer, StreamLimits limits, ShmTies ties)
+    : StreamEndpoint(host, std::move(peer), limits, "shm"), ties_(std::move(ties)) {}
+
+std::string ShmEndpoint::reason() const {
+  std::string text = "shm: shared memory proven";
+  text += ties_.we_read ? "; memory that is not a memfd by process_vm_readv"
+                        : "; memory that is not a memfd through the socket (" + ties_.why_not + ")";
+  if (!ties_.it_reads) text += "; writes through the socket";
+  return text;
+}
+
+EndpointNumbers ShmEndpoint::numbers() const {
+  EndpointNumbers sum = StreamEndpoint::numbers();
+  sum.bytes_in += direct_in_ + pulled_in_;
+  return sum;
+}
+
+// ---- what the peer's regions look like -------------------------------------------------------
+
+std::shared_ptr<RemoteRegion> ShmEndpoint::known(uint32_t id) {
+  const std::lock_guard lock(mutex_);
+  const auto found = regions_.find(id);
+  return found == regions_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<ShmEndpoint::Query> ShmEndpoint::ask(uint32_t id) {
+  const auto query = std::make_shared<Query>();
+  FrameHead head;
+  head.type = FrameType::kQuery;
+  head.a = id;
+  {
+    const std::lock_guard lock(mutex_);
+    head.tag = next_query_++;
+    queries_[head.tag] = query;
+  }
+  const int32_t status = lane(0)->write(
+      [&](OutQueue& out) { return out.send(head, nullptr, OutQueue::Room::kAlways); });
+  if (status != MC_OK || is_closed()) {
+    const std::lock_guard lock(mutex_);
+    if (queries_.erase(head.tag) > 0) {
+      query->status = MC_E_PEER_UNREACHABLE;
+      query->done.set();
+    }
+  }
+  return query;
+}
+
+int32_t ShmEndpoint::resolve(uint32_t id, Deadline deadline, std::shared_ptr<RemoteRegion>* out) {
+  *out = known(id);
+  if (*out) return MC_OK;
+  const std::shared_ptr<Query> query = ask(id);
+  if (!query->done.wait(deadline)) return fail(MC_E_TIMEOUT, "the peer does not answer");
+  if (query->status == MC_E_ACCESS) return fail(MC_E_ACCESS, "the peer has no region %u", id);
+  if (query->status != MC_OK) return fail(query->status, "the peer is gone");
+  *out = query->region;
+  return MC_OK;
+}
+
+bool ShmEndpoint::reachable(RemoteRegion& region, bool may_map) {
+  if (region.mapped() != nullptr) return true;
+  if (region.mappable()) return may_map ? region.map() != nullptr || ties_.we_read : false;
+  return ties_.we_read;
+}
+
+// True: every slice of the batch is a read of a region in *out that can be reached directly.
+bool ShmEndpoint::gather_regions(const Batch& batch, bool blocking, Regions* out) {
+  for (uint64_t i = 0; i < batch.count(); ++i) {
+    const mc_slice& slice = batch.slice(i);
+    if (slice.op != MC_OP_READ) return false;
+    if (!out->empty() && out->contains(slice.region)) continue;
+    std::shared_ptr<RemoteRegion> region;
+    if (blocking) {
+      if (resolve(slice.region, batch.deadline(), &region) != MC_OK) return false;
+    } else {
+      region = known(slice.region);
+      if (!region) {
+        (void)ask(slice.region);
+        return false;
+      }
+    }
+    if (!reachable(*region, blocking)) {
+      if (!blocking && region->mappable()) host().executor().run([region] { region->map(); });
+      return false;
+    }
+    out->emplace(slice.region, std::move(region));
+  }
+  return true;
+}
+
+// ---- reads -------------------------------------------------------------------------------------
+
+void ShmEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
+  Regions regions;
+  if (is_closed() || !gather_regions(*batch, blocking, &regions)) {
+    return StreamEndpoint::submit(batch, blocking);
+  }
+  uint64_t total = 0;
+  for (uint64_t i = 0; i < batch->count() && total <= kInlineMax; ++i) {
+    total += std::min(batch->slice(i).length, kInlineMax + 1);
+  }
+  if (blocking || total <= kInlineMax) return run(batch, regions);
+  const auto self = std::static_pointer_cast<ShmEndpoint>(shared_from_this());
+  host().executor().run([self, batch, regions] { self->run(batch, regions); });
+}
+
+void ShmEndpoint::run(const std::shared_ptr<Batch>& batch, const Regions& regions) {
+  std::vector<Part> group;
+  for (bool more = true; more;) {
+    group.clear();
+    uint64_t bytes = 0;
+    while (group.size() < kGroupParts && bytes < kGroupBytes) {
+      Part part;
+      const Batch::Next next = batch->next_part(kGroupBytes, kGroupBytes, &part);
+      more = next != Batch::Next::kEnd;
+      if (next != Batch::Next::kPart) break;
+      bytes += part.length;
+      group.push_back(part);
+    }
+    if (!copy_group(batch, regions, group)) return;
+  }
+}
+
+// False: the batch was ended.
+bool ShmEndpoint::copy_group(const std::shared_ptr<Batch>& batch, const Regions& regions,
+                             const std::vector<Part>& group) {
+  if (group.empty()) return true;
+  if (!batch->copying()) return false;  // whoever stopped it finishes it
+  std::vector<Result> results(group.size());
+  std::map<uint32_t, Pin> pins;
+  std::vector<size_t> by_process;  // parts that process_vm_readv brings, all in one call
+  for (size_t i = 0; i < group.size(); ++i) {
+    const Part& part = group[i];
+    RemoteRegion& region = *regions.at(part.region);
+    const Pin& pin = pins.try_emplace(part.region, region.shape()).first->second;
+    if (!pin || !pin->allows(MC_ACCESS_REMOTE_READ, part.remote_offset, part.length)) continue;
+    const uint8_t* base = region.mapped();
+    if (base == nullptr) {
+      by_process.push_back(i);
+      continue;
+    }
+    const auto from = reinterpret_cast<uint64_t>(base) + part.remote_offset;
+    if (part.crc) results[i].crc = mc_copy_crc32c(part.local, from, part.length);
+    else mc_copy(part.local, from, part.length);
+    results[i].status = MC_OK;
+    direct_in_ += part.length;
+  }
+  if (!by_process.empty()) copy_by_process(regions, group, by_process, &results);
+  pins.clear();
+  const bool lives = process_lives();  // else another process may have been read
+  batch->copied();
+  for (size_t i = 0; i < group.size(); ++i) {
+    if (!lives) batch->part_done(group[i], MC_E_PEER_UNREACHABLE, 0, "the peer's process ended");
+    else batch->part_done(group[i], results[i].status, results[i].crc, "the peer refused the region, range or direction");
+  }
+  if (!batch->deadline().passed() && !is_closed()) return true;
+  if (is_closed()) {
+    const Failure why = why_closed();
+    batch->finish(why.status, why.reason.c_str());
+  } else {
+    batch->finish(MC_E_TIMEOUT, "the deadline passed during the copy");
+  }
+  return false;
+}
+
+void ShmEndpoint::copy_by_process(const Regions& regions, const std::vector<Part>& group,
+                                  const std::vector<size_t>& which, std::vector<Result>* results) {
+  std::vector<iovec> here, there;
+  const auto add = [&](const Part& part) {
+    if (part.length == 0) return;
+    here.push_back({reinterpret_cast<void*>(part.local), part.length});
+    regions.at(part.region)->shape()->slice(part.remote_offset, part.length, &there);
+  };
+  for (const size_t i : which) add(group[i]);
+  bool all = read_memory(here, there) == MC_OK;
+  for (const size_t i : which) {
+    Result& result = (*results)[i];
+    if (!all) {  // find out which of them cannot be read
+      here.clear();
+      there.clear();
+      add(group[i]);
+    }
+    if (!all && read_memory(here, there) != MC_OK) continue;
+    result.status = MC_OK;
+    direct_in_ += group[i].length;
+    if (group[i].crc) {
+      const auto* at = reinterpret_cast<const void*>(group[i].local);
+      result.crc = mc_crc32c(at, group[i].length, 0);
+    }
+  }
+}
+
+// Both lists describe the same number of bytes, cut differently.
+int32_t ShmEndpoint::read_memory(std::span<const iovec> here, std::span<const iovec> there) {
+  constexpr size_t kIovMax = 512;
+  std::vector<iovec> to(here.begin(), here.end());
+  size_t next = 0;
+  while (!there.empty()) {
+    const auto from = there.first(std::min(kIovMax, there.size()));
+    uint64_t want = 0;
+    for (const iovec& piece : from) want += piece.iov_len;
+    // As many destinations as these sources fill; the last one may go on in the next call.
+    std::vector<iovec> part;
+    for (uint64_t left = want; left > 0;) {
+      iovec& piece = to[next];
+      const uint64_t n = std::min<uint64_t>(left, piece.iov_len);
+      if (part.size() == kIovMax) return MC_E_INTERNAL;  // callers keep groups small
+      part.push_back({piece.iov_base, n});
+      piece.iov_base = static_cast<uint8_t*>(piece.iov_base) + n;
+      piece.iov_len -= n;
+      if (piece.iov_len == 0) ++next;
+      left -= n;
+    }
+    const ssize_t got =
+        process_vm_readv(ties_.pid, part.data(), part.size(), from.data(), from.size(), 0);
+    if (got != static_cast<ssize_t>(want)) return MC_E_ACCESS;  // that memory is not there
+    there = there.subspan(from.size());
+  }
+  return MC_OK;
+}
+
+bool ShmEndpoint::process_lives() const {
+  if (!ties_.we_read) return true;
+  pollfd ended{ties_.pidfd.get(), POLLIN, 0};
+  return poll(&ended, 1, 0) == 0;
+}
+
+int32_t ShmEndpoint::map(uint32_t id, Deadline deadline, uint64_t* out_address,
+                         uint64_t* out_nbytes) {
+  std::shared_ptr<RemoteRegion> region;
+  int32_t status = resolve(id, deadline, &region);
+  if (status != MC_OK) return status;
+  const Pin pin(region->shape());
+  if (!pin) return fail(MC_E_ACCESS, "region %u was deregistered", id);
+  status = region->map_for_caller(out_address);
+  if (status == MC_OK) *out_nbytes = region->shape()->nbytes();
+  return status;
+}
+
+// ---- writes ------------------------------------------------------------------------------------
+
+void ShmEndpoint::issue_write(Connection& lane, const std::shared_ptr<Batch>& batch,
+                              const Part& part, uint64_t tag) {
+  if (!ties_.it_reads) return StreamEndpoint::issue_write(lane, batch, part, tag);
+  pulls_.push_back({tag, part.region, part.crc ? kWriteCrc : 0, part.remote_offset, part.local,
+                    part.length});
+}
+
+void ShmEndpoint::issued(Connection& lane) {
+  for (size_t at = 0; at < pulls_.size(); at += kEntriesMax) {
+    const size_t n = std::min<size_t>(pulls_.size() - at, kEntriesMax);
+    FrameHead head;
+    head.type = FrameType::kPull;
+    head.a = static_cast<uint32_t>(n);
+    head.nbytes = static_cast<uint32_t>(n * sizeof(PullEntry));
+    (void)lane.write([&](OutQueue& out) {
+      return out.send(head, pulls_.data() + at, OutQueue::Room::kAlways);
+    });
+  }
+  pulls_.clear();
+  StreamEndpoint::issued(lane);
+}
+
+bool ShmEndpoint::pull_on_progress(Connection& from, const FrameHead& head, const uint8_t* bytes) {
+  std::vector<PullEntry> entries(head.a);
+  memcpy(entries.data(), bytes, head.nbytes);
+  uint64_t total = 0;
+  for (const PullEntry& entry : entries) {
+    if (entry.length > kPullMax) return false;
+    total += entry.length;
+  }
+  from.add_work(entries.size());
+  const auto self = std::static_pointer_cast<ShmEndpoint>(shared_from_this());
+  auto job = [self, lane = from.shared_from_this(), entries = std::move(entries)] {
+    for (const PullEntry& entry : entries) {
+      FrameHead done;
+      self->pull(entry, &done);
+      lane->out().queue(done);
+      if (entry.length >= kGroupBytes) lane->flush();
+    }
+    lane->flush();
+    lane->finish_work(entries.size());
+  };
+  if (total <= kInlineMax) job();
+  else host().executor().run(std::move(job));
+  return true;
+}
+
+void ShmEndpoint::pull(const PullEntry& entry, FrameHead* done) {
+  done->type = FrameType::kDone;
+  done->tag = entry.tag;
+  int32_t status = ties_.we_read && !is_closed() ? MC_OK : MC_E_ACCESS;
+  uint32_t crc = 0;
+  const std::shared_ptr<Region> region = host().region(entry.region);
+  if (!region || !region->allows(MC_ACCESS_REMOTE_WRITE, entry.offset, entry.length)) {
+    host().refused();
+    status = MC_E_ACCESS;
+  }
+  for (uint64_t at = 0; status == MC_OK && at < entry.length; at += kGroupBytes) {
+    const uint64_t n = std::min(entry.length - at, kGroupBytes);
+    const Pin pin(region);
+    if (!pin || !process_lives()) {
+      status = MC_E_ACCESS;
+      break;
+    }
+    std::vector<iovec> here, there;
+    region->slice(entry.offset + at, n, &here);
+    uint64_t source = entry.source + at;
+    for (const iovec& piece : here) {
+      there.push_back({reinterpret_cast<void*>(source), piece.iov_len});
+      source += piece.iov_len;
+    }
+    status = read_memory(here, there);
+    for (const iovec& piece : here) {
+      if ((entry.flags & kWriteCrc) != 0) crc = mc_crc32c(piece.iov_base, piece.iov_len, crc);
+    }
+    if (status == MC_OK) pulled_in_ += n;
+  }
+  done->a = static_cast<uint32_t>(status);
+  done->b = crc;
+}
+
+// ---- control frames ------------------------------------------------------------------------------
+
+bool ShmEndpoint::other_frame_on_progress(Connection& from, const FrameHead& head,
+                                          const uint8_t* bytes) {
+  switch (head.type) {
+    case FrameType::kPull:
+      return pull_on_progress(from, head, bytes);
+    case FrameType::kQuery:
+      answer_query_on_progress(from, head);
+      return true;
+    case FrameType::kRegion:
+      return learn_on_progress(from, head, bytes);
+    case FrameType::kRevoked:
+      let_go_on_progress(from, head.a);
+      return true;
+    case FrameType::kRevokedAck: {
+      std::shared_ptr<Event> event;
+      {
+        const std::lock_guard lock(mutex_);
+        const auto found = forgetting_.find(head.a);
+        if (found == forgetting_.end()) return true;
+        event = found->second;
+        forgetting_.erase(found);
+      }
+      event->set();
+      return true;
+    }
+    default:
+      return false;
+  }
+}
+
+void ShmEndpoint::answer_query_on_progress(Connection& from, const FrameHead& head) {
+  {
+    // Before the look at the region: either we see it revoked, or forget() sees that we told.
+    const std::lock_guard lock(mutex_);
+    told_.insert(head.a);
+  }
+  FrameHead answer;
+  answer.type = FrameType::kRegion;
+  answer.tag = head.tag;
+  answer.a = head.a;
+  const std::shared_ptr<Region> region = host().region(head.a);
+  if (!region || !region->alive()) {
+    const std::lock_guard lock(mutex_);
+    told_.erase(head.a);
+    answer.b = static_cast<uint32_t>(MC_E_ACCESS);
+    (void)from.out().send(answer, nullptr, OutQueue::Room::kAlways);
+    return;
+  }
+  const std::vector<mc_piece>& pieces = region->pieces();
+  const bool fits = sizeof(RegionInfo) + pieces.size() * sizeof(mc_piece) <= kRegionBodyMax;
+  const RegionInfo info{region->nbytes(), region->access(),
+                        fits ? static_cast<uint32_t>(pieces.size()) : 0};
+  std::vector<uint8_t> body(sizeof info + info.piece_count * sizeof(mc_piece));
+  memcpy(body.data(), &info, sizeof info);
+  memcpy(body.data() + sizeof info, pieces.data(), info.piece_count * sizeof(mc_piece));
+  answer.nbytes = static_cast<uint32_t>(body.size());
+  Fd passed;
+  if (region->fd() >= 0) {
+    passed = reopen_read_only(region->fd());
+    if (passed) answer.c = kRegionHasFd;
+  }
+  (void)from.out().send(answer, body.data(), OutQueue::Room::kAlways, Deadline(),
+                        std::move(passed));
+}
+
+bool ShmEndpoint::learn_on_progress(Connection& from, const FrameHead& head,
+                                    const uint8_t* bytes) {
+  Fd fd = (head.c & kRegionHasFd) != 0 ? from.take_fd() : Fd();
+  std::shared_ptr<RemoteRegion> region;
+  if (head.b == 0) {
+    RegionInfo info{};
+    if (head.nbytes < sizeof info) return false;
+    memcpy(&info, bytes, sizeof info);
+    if (head.nbytes != sizeof info + uint64_t{info.piece_count} * sizeof(mc_piece)) return false;
+    std::vector<mc_piece> pieces(info.piece_count);
+    memcpy(pieces.data(), bytes + sizeof info, info.piece_count * sizeof(mc_piece));
+    uint64_t sum = 0;
+    for (const mc_piece& piece : pieces) {
+      if (__builtin_add_overflow(sum, piece.nbytes, &sum)) return false;
+    }
+    if (info.piece_count > 0 && sum != info.nbytes) return false;
+    region = std::make_shared<RemoteRegion>(head.a, std::move(pieces), info.access, std::move(fd));
+  }
+  const std::lock_guard lock(mutex_);
+  const auto found = queries_.find(head.tag);
+  if (found == queries_.end()) return true;
+  if (region) regions_[head.a] = region;
+  found->second->region = std::move(region);
+  found->second->status = static_cast<int32_t>(head.b);
+  found->second->done.set();
+  queries_.erase(found);
+  return true;
+}
+
+void ShmEndpoint::let_go_on_progress(Connection& from, uint32_t id) {
+  std::shared_ptr<RemoteRegion> region;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = regions_.find(id);
+    if (found != regions_.end()) {
+      region = std::move(found->second);
+      regions_.erase(found);
+    }
+  }
+  if (region) region->shape()->revoke();
+  FrameHead ack;
+  ack.type = FrameType::kRevokedAck;
+  ack.a = id;
+  if (!region || region->shape()->quiet()) {
+    (void)from.out().send(ack, nullptr, OutQueue::Room::kAlways);
+    return;
+  }
+  // A copy runs; look again soon.
+  const auto again = [self = std::static_pointer_cast<ShmEndpoint>(shared_from_this()),
+                      lane = from.shared_from_this(), region, ack](const auto& retry) -> void {
+    if (self->is_closed()) return;
+    if (region->shape()->quiet()) {
+      (void)lane->write(
+          [&](OutQueue& out) { return out.send(ack, nullptr, OutQueue::Room::kAlways); });
+      return;
+    }
+    self->host().loop().call_at(Deadline::in_us(200), [retry] { retry(retry); });
+  };
+  again(again);
+}
+
+void ShmEndpoint::forget(const std::shared_ptr<Region>& region) {
+  StreamEndpoint::forget(region);
+  {
+    const std::lock_guard lock(mutex_);
+    if (told_.erase(region->id()) == 0 || is_closed()) return;
+    forgetting_[region->id()] = std::make_shared<Event>();
+  }
+  FrameHead head;
+  head.type = FrameType::kRevoked;
+  head.a = region->id();
+  (void)lane(0)->write(
+      [&](OutQueue& out) { return out.send(head, nullptr, OutQueue::Room::kAlways); });
+}
+
+void ShmEndpoint::wait_forgotten(const Region& region, Deadline deadline) {
+  std::shared_ptr<Event> event;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = forgetting_.find(region.id());
+    if (found == forgetting_.end()) return;
+    event = found->second;
+  }
+  if (!event->wait(deadline)) {
+    host().refused();
+    close({MC_E_PEER_UNREACHABLE, "the peer did not let go of a region that was deregistered"});
+  }
+}
+
+void ShmEndpoint::closed(const Failure& why) {
+  std::map<uint64_t, std::shared_ptr<Query>> queries;
+  std::map<uint32_t, std::shared_ptr<Event>> forgetting;
+  Regions regions;
+  {
+    const std::lock_guard lock(mutex_);
+    queries.swap(queries_);
+    forgetting.swap(forgetting_);
+    regions.swap(regions_);
+  }
+  for (const auto& [tag, query] : queries) {
+    query->status = why.status;
+    query->done.set();
+  }
+  for (const auto& [id, event] : forgetting) event->set();
+}
+
+}  // namespace mc

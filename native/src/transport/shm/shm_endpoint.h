@@ -1,0 +1,90 @@
+// A peer on this host: messages and control over a unix socket, bytes through shared memory.
+//
+// Reads are one-sided: the reader learns what a region looks like once (query, region), then copies
+// from its mapping or with process_vm_readv, in the calling thread. The owner remembers whom it
+// told; when it deregisters it says revoked, and the reader answers once no copy runs any more.
+//
+// Writes are executed by the owner, who alone writes into its memory: it pulls the bytes out of the
+// writer's process. Where process_vm_readv is not permitted, bytes travel through the socket as
+// with TCP. A blocking batch of reads runs where it was called; an asynchronous one never waits for
+// an answer: what is not known yet is read through the socket, and asked for on the side.
+#pragma once
+
+#include <map>
+#include <set>
+#include <span>
+
+#include "transport/shm/proof.h"
+#include "transport/shm/remote_region.h"
+#include "transport/stream/stream_endpoint.h"
+
+namespace mc {
+
+class ShmEndpoint final : public StreamEndpoint {
+ public:
+  ShmEndpoint(Host& host, Introduction peer, StreamLimits limits, ShmTies ties);
+
+  uint32_t transport() const override { return MC_TRANSPORT_SHM; }
+  std::string reason() const override;
+  EndpointNumbers numbers() const override;
+  void submit(const std::shared_ptr<Batch>& batch, bool blocking) override;
+  int32_t map(uint32_t region, Deadline deadline, uint64_t* out_address,
+              uint64_t* out_nbytes) override;
+  void forget(const std::shared_ptr<Region>& region) override;
+  void wait_forgotten(const Region& region, Deadline deadline) override;
+  bool other_frame_on_progress(Connection& from, const FrameHead& head,
+                               const uint8_t* bytes) override;
+
+ protected:
+  uint64_t write_part_max() const override { return ties_.it_reads ? kPullMax : kPartMax; }
+  void issue_write(Connection& lane, const std::shared_ptr<Batch>& batch, const Part& part,
+                   uint64_t tag) override;
+  void issued(Connection& lane) override;
+  void closed(const Failure& why) override;
+
+ private:
+  struct Query {
+    Event done;
+    int32_t status = MC_OK;
+    std::shared_ptr<RemoteRegion> region;
+  };
+  struct Result {
+    int32_t status = MC_E_ACCESS;
+    uint32_t crc = 0;
+  };
+  using Regions = std::map<uint32_t, std::shared_ptr<RemoteRegion>>;
+
+  // Reads.
+  std::shared_ptr<RemoteRegion> known(uint32_t id);
+  std::shared_ptr<Query> ask(uint32_t id);
+  int32_t resolve(uint32_t id, Deadline deadline, std::shared_ptr<RemoteRegion>* out);
+  bool reachable(RemoteRegion& region, bool may_map);
+  bool gather_regions(const Batch& batch, bool blocking, Regions* out);
+  void run(const std::shared_ptr<Batch>& batch, const Regions& regions);
+  bool copy_group(const std::shared_ptr<Batch>& batch, const Regions& regions,
+                  const std::vector<Part>& group);
+  void copy_by_process(const Regions& regions, const std::vector<Part>& group,
+                       const std::vector<size_t>& which, std::vector<Result>* results);
+  int32_t read_memory(std::span<const iovec> here, std::span<const iovec> there);
+  bool process_lives() const;
+
+  // The owner's side.
+  void answer_query_on_progress(Connection& from, const FrameHead& head);
+  bool learn_on_progress(Connection& from, const FrameHead& head, const uint8_t* bytes);
+  void let_go_on_progress(Connection& from, uint32_t id);
+  bool pull_on_progress(Connection& from, const FrameHead& head, const uint8_t* bytes);
+  void pull(const PullEntry& entry, FrameHead* done);
+
+  ShmTies ties_;
+  std::vector<PullEntry> pulls_;  // of the round of issue() that runs; under its lock
+
+  std::mutex mutex_;  // a leaf; guards all below
+  Regions regions_;
+  std::map<uint64_t, std::shared_ptr<Query>> queries_;
+  uint64_t next_query_ = 1;
+  std::set<uint32_t> told_;                               // regions of ours the peer may look at
+  std::map<uint32_t, std::shared_ptr<Event>> forgetting_;
+  std::atomic<uint64_t> direct_in_{0}, pulled_in_{0};
+};
+
+}  // namespace mc
