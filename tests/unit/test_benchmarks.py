@@ -1,0 +1,91 @@
+"""The benchmarks run, small, so that they do not rot; and judge as they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan import EFFORTS, GRPC, MEMORY, SHM, TCP, UP_DUMMY, UP_TCP, Case, bars
+from benchmarks.report import as_dict
+from benchmarks.run import Timing, takes_part
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_benchmarks(json_file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "MOONCAKE_BENCH_UPSTREAM"}
+    command = [sys.executable, "-m", "benchmarks", "--size", "tiny", "--json", str(json_file)]
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_the_limits_of_the_machine_are_measured(tmp_path: Path) -> None:
+    ended = run_benchmarks(tmp_path / "found.json", "limits")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    measured = {(row["case"], row["contender"]) for row in found["timings"] if row["p50_us"] > 0}
+    expected = {
+        (str(case), name)
+        for case in EFFORTS["tiny"].cases
+        for name in (MEMORY, TCP, GRPC)
+        if takes_part(name, case)
+    }
+    assert measured == expected
+    assert found["bars"] == []
+
+
+def test_an_interpreter_without_upstream_is_a_note_and_no_failure(tmp_path: Path) -> None:
+    from benchmarks.upstream import find  # noqa: PLC0415
+
+    python, note = find(str(tmp_path / "no-python"))
+    assert python is None
+    assert "does not run" in note
+    python, note = find(sys.executable)
+    assert python is None
+    assert "cannot import it" in note
+
+
+def timing(case: Case, contender: str, *us: float) -> Timing:
+    return Timing(case, contender, [round(value * 1000) for value in us])
+
+
+def test_percentiles_and_rates_are_those_of_the_samples() -> None:
+    found = timing(Case("get", 1 << 20), SHM, *range(1, 101))
+    assert found.p50_us == 51
+    assert found.percentile_us(0.99) == 100
+    assert found.gb_per_s == pytest.approx((1 << 20) / 51e3)
+
+
+@pytest.mark.parametrize(("ours", "met"), [(105.0, True), (106.0, False)])
+def test_bars_compare_medians_of_one_run(ours: float, met: bool) -> None:
+    case = Case("get", 16 << 20)
+    found = as_dict(
+        [timing(case, SHM, ours), timing(case, UP_DUMMY, 100.0), timing(case, UP_TCP, 1000.0)], []
+    )
+    verdicts = {tuple(row["against"].split()): row["met"] for row in found["bars"]}
+    assert verdicts == {("upstream", "dummy"): met, ("upstream", "tcp"): True}
+
+
+def test_every_bar_is_about_a_case_that_is_run() -> None:
+    cases = {(c.verb, c.nbytes, c.count) for c in EFFORTS["small"].cases}
+    assert {(b.case.verb, b.case.nbytes, b.case.count) for b in bars()} <= cases
+    assert {bar.name for bar in bars()} == {f"P{n}" for n in range(1, 7)}
+
+
+def test_a_failure_is_told_and_leaves_no_figures() -> None:
+    failed = Timing(Case("put", 4096), SHM, failure="ours shm: OutOfSpace")
+    (row,) = as_dict([failed], [])["timings"]
+    assert row["failure"] == "ours shm: OutOfSpace"
+    assert "p50_us" not in row
