@@ -13,7 +13,10 @@ implementation to:
   one is damaged.
 * A damaged record is left out and counted, and the ones after it are still given: the nodes'
   extents say whether an object exists, so one lost record is one object, not the catalog.
-* Every failure is `MasterUnavailable` with the store's words in it; nothing is half done then.
+* Every failure is `MasterUnavailable` with the store's words in it; nothing is half done then. A
+  store that is shared may not know whether an append that failed arrived: the next one must begin
+  with the same records (more may follow), and they will be there once. `NotLeader`: another
+  process has taken the store over.
 
 A store is used by one thread at a time.
 """
@@ -50,7 +53,8 @@ class MetadataStore(Protocol):
         """Make records durable, together. Returns the sequence number of the last one."""
 
     def write_snapshot(self, snapshot: bytes, sequence: int) -> None:
-        """Replace what came before by a snapshot that contains all records up to `sequence`."""
+        """Replace what came before by a snapshot that contains all records up to `sequence`, which
+        is one that `append` or `load` gave."""
 
     def describe(self) -> str:
         """Where it is, without blanks, for the line a person reads at start."""
