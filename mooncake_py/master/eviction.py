@@ -18,11 +18,18 @@ Not thread-safe; pure.
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections.abc import Iterable
 from typing import Protocol
 
-from mooncake_py.master.objects import HARD_PIN, LONG_LEASE, PARKED, READ, SOFT_PIN, ObjectTable
+from mooncake_py.master.objects import (
+    HARD_PIN,
+    LONG_LEASE,
+    PARKED,
+    READ,
+    SOFT_PIN,
+    Column,
+    ObjectTable,
+)
 
 _FRESH, _READ, _SOFT, _LISTS = 0, 1, 2, 3
 
@@ -57,18 +64,16 @@ class Lru:
     def __init__(self, table: ObjectTable, lease_ms: int) -> None:
         self._table = table
         self._lease_ms = lease_ms
-        self._next = array("I", range(_LISTS))  # the first nodes are the lists' sentinels
-        self._previous = array("I", range(_LISTS))
+        self._next = Column("u4", table.capacity + _LISTS).one
+        self._previous = Column("u4", table.capacity + _LISTS).one
+        for sentinel in range(_LISTS):  # the first nodes stand for the lists
+            self._next[sentinel] = self._previous[sentinel] = sentinel
         self._parked: list[tuple[int, int, int]] = []  # heap: until ms, slot, generation
         self._pins: list[tuple[int, int, int]] = []  # heap: end of soft pin, slot, generation
 
     def add(self, slot: int, now_ms: int) -> None:
         table = self._table
         table.stamp[slot] = now_ms
-        if slot + _LISTS >= len(self._next):
-            nbytes = bytes(4 * (table.capacity + _LISTS - len(self._next)))
-            self._next.frombytes(nbytes)
-            self._previous.frombytes(nbytes)
         flags = table.flags[slot]
         if flags & HARD_PIN:
             return

@@ -122,7 +122,7 @@ def reclaim(state: CatalogState, work: Work, now_ms: int) -> None:
 def slots_on(state: CatalogState, index: int) -> list[int]:
     """Slots that have, or had before they were emptied, a replica on this segment."""
     table = state.table
-    places = np.frombuffer(table.place, dtype=np.uint64)
+    places = table.place_column.many[: len(table.key)]
     first = np.nonzero(places >> np.uint64(PLACE_BITS) == index)[0].tolist()
     further = [
         slot

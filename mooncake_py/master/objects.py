@@ -1,6 +1,9 @@
-"""Complete objects in packed columns: about 60 bytes an object besides its key and index entry.
+"""Complete objects in packed columns: 43 bytes an object besides its key and index entry.
 
-A slot is a row number in all columns. What few objects have (further replicas, long leases, pins,
+A slot is a row number in all columns. Columns are reserved for `objects_max` rows at once; pages of
+memory that no row has used cost nothing, and no column ever moves (growing by copy would stop the
+owner thread and leave holes in the heap). `Column` gives both views of one: a memoryview for single
+values, a numpy array for many. What few objects have (further replicas, long leases, pins,
 TTL, group) is in side dictionaries, and `flags` says so, so that the usual object costs one test.
 
 `place` holds the first replica: segment index in the upper bits, start in units of 64 bytes in
@@ -10,7 +13,11 @@ the lower `PLACE_BITS`. Not thread-safe; pure.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 PLACE_BITS = 44
 PLACE_MASK = (1 << PLACE_BITS) - 1
@@ -24,15 +31,25 @@ TTL = 32  # until `ttls[slot]`
 GROUP = 64  # `groups[slot]`
 PARKED = 128  # not in the order of eviction for now
 
-_GROW = 1024
+
+class Column:
+    """One packed column of fixed length, all 0."""
+
+    __slots__ = ("many", "one")
+
+    def __init__(self, kind: str, count: int) -> None:
+        self.many: NDArray[np.unsignedinteger[Any]] = np.zeros(count, dtype=kind)
+        view = memoryview(cast("Any", self.many))
+        self.one: MutableSequence[int] = cast("MutableSequence[int]", view)
 
 
 class ObjectTable:
     """Columns of complete objects."""
 
     __slots__ = (
+        "_free",
+        "capacity",
         "flags",
-        "free",
         "generation",
         "groups",
         "key",
@@ -40,21 +57,24 @@ class ObjectTable:
         "length",
         "more",
         "place",
+        "place_column",
         "soft_pins",
         "stamp",
         "tenant",
         "ttls",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.key: list[bytes | None] = []
-        self.generation = array("Q")
-        self.length = array("Q")
-        self.place = array("Q")
-        self.stamp = array("Q")  # ms of the last Locate, or of the commit
-        self.tenant = array("H")
-        self.flags = array("B")
-        self.free = array("I")  # slots without an object
+        self.place_column = Column("u8", capacity)
+        self.place = self.place_column.one
+        self.generation = Column("u8", capacity).one
+        self.length = Column("u8", capacity).one
+        self.stamp = Column("u8", capacity).one  # ms of the last Locate, or of the commit
+        self.tenant = Column("u2", capacity).one
+        self.flags = Column("u1", capacity).one
+        self._free = array("I")  # slots below len(key) without an object
         self.more: dict[int, tuple[int, ...]] = {}  # places of replicas after the first
         self.leases: dict[int, int] = {}
         self.soft_pins: dict[int, int] = {}
@@ -62,18 +82,16 @@ class ObjectTable:
         self.groups: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self.key) - len(self.free)
-
-    @property
-    def capacity(self) -> int:
-        return len(self.key)
+        return len(self.key) - len(self._free)
 
     def add(self, key: bytes, generation: int, length: int, place: int, tenant: int) -> int:
-        """A slot that holds these values; stamp and flags are 0."""
-        if not self.free:
-            self._grow()
-        slot = self.free.pop()
-        self.key[slot] = key
+        """A slot that holds these values; stamp and flags are 0. The table must not be full."""
+        if self._free:
+            slot = self._free.pop()
+            self.key[slot] = key
+        else:
+            slot = len(self.key)
+            self.key.append(key)
         self.generation[slot] = generation
         self.length[slot] = length
         self.place[slot] = place
@@ -91,7 +109,7 @@ class ObjectTable:
         self.key[slot] = None
         self.flags[slot] = 0
         self.stamp[slot] = 0
-        self.free.append(slot)
+        self._free.append(slot)
 
     def places(self, slot: int) -> tuple[int, ...]:
         """Places of all replicas, the first one first."""
@@ -120,13 +138,3 @@ class ObjectTable:
     def live(self) -> Iterable[int]:
         """Slots that hold an object, in no useful order. Cost: all slots."""
         return (slot for slot, key in enumerate(self.key) if key is not None)
-
-    def _grow(self) -> None:
-        start = len(self.key)
-        count = max(_GROW, start >> 4)
-        self.key.extend([None] * count)
-        for column in (self.generation, self.length, self.place, self.stamp):
-            column.frombytes(bytes(8 * count))
-        self.tenant.frombytes(bytes(2 * count))
-        self.flags.frombytes(bytes(count))
-        self.free.extend(range(start + count - 1, start - 1, -1))

@@ -164,6 +164,7 @@ class _PutStart:
 
     def _find_places(self, indices: list[int]) -> tuple[list[int], list[tuple[int, ...]]]:
         """Keys that have found places, and these; taken and accounted for."""
+        indices = self._limit_count(indices)
         lengths = self.command.lengths
         units = [(lengths[i] + _ROUND) // EXTENT_ALIGN_BYTES for i in indices]
         places: list[tuple[int, ...]] = []
@@ -184,6 +185,20 @@ class _PutStart:
                 found.append(i)
                 places.append(place)
         return found, places
+
+    def _limit_count(self, indices: list[int]) -> list[int]:
+        """As many of them as the table of objects has room for, by eviction if need be."""
+        state = self.state
+        surplus = len(state.table) + state.open_grants + len(indices) - state.table.capacity
+        for _ in range(surplus):
+            if not state.evict(self.work, 1, self.now_ms):
+                break
+            surplus -= 1
+        if surplus <= 0:
+            return indices
+        for i in indices[-surplus:]:
+            self.status[i] = _SPACE
+        return indices[:-surplus]
 
     def _special(self) -> bool:
         return self.policy.replica_count > 1 or self.policy.hard_pin
@@ -377,7 +392,7 @@ def commit(state: CatalogState, put: Put, index: int, now_ms: int) -> None:
         dress(state, slot, places, put.hard_pin, soft_pin, ttl)
     tenant.complete[key] = slot
     state.order.add(slot, now_ms)
-    put.close(1)
+    state.close_grants(put, 1)
 
 
 def dress(

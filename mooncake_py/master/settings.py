@@ -30,6 +30,7 @@ class CatalogSettings:
     hard_pin_max_ratio: float = 0.5  # of the cluster's bytes; more hard pins are refused
     replica_max: int = 8
     object_max_bytes: int = OBJECT_MAX_BYTES
+    objects_max: int = 16_000_000  # more objects evict others; 43 bytes of address space each
     tenants_max: int = 10_000
     list_max: int = 10_000  # keys a page
     reclaim_max: int = 2_000  # objects of lost nodes forgotten per tick
@@ -49,6 +50,8 @@ class CatalogSettings:
                 "evict_high_ratio",
             ),
             (1 <= self.replica_max <= 255, "1", "replica_max (at most 255)"),
+            (1 << 12 <= self.objects_max < 1 << 32, "4096", "objects_max (below 2 ** 32)"),
+            (self.tenants_max < 1 << 16, "tenants_max", "65535"),
             (self.generation_block >= 1 << 13, "8192", "generation_block"),
         )
         for holds, smaller, larger in rules:

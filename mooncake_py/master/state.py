@@ -74,7 +74,7 @@ class CatalogState:
     def __init__(self, settings: CatalogSettings) -> None:
         settings.validate()
         self.settings = settings
-        self.table = ObjectTable()
+        self.table = ObjectTable(settings.objects_max)
         self.tenants = Tenants(settings.tenants_max)
         self.members = Membership(settings)
         self.order: EvictionPolicy = Lru(self.table, settings.lease_ms)
@@ -82,6 +82,7 @@ class CatalogState:
         self.counters: defaultdict[str, int] = defaultdict(int)
         self.next_generation = 1
         self.generation_mark = 1  # generations below may be used: a durable record says so
+        self.open_grants = 0
         self.hard_pinned_units = 0
         self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
         self.leaving: list[tuple[Segment, list[int] | None]] = []  # gone, objects to forget
@@ -96,6 +97,7 @@ class CatalogState:
     def watch_grants(self, put: Put) -> None:
         """What of this put is not committed by its expiry ends then."""
         self._put_count += 1
+        self.open_grants += put.open_count
         heapq.heappush(self._expiries, (put.expires_ms, self._put_count, put))
 
     def expire_grants(self, work: Work, now_ms: int) -> None:
@@ -120,7 +122,11 @@ class CatalogState:
         self.counters[transition.counter] += 1
         if event is Event.GRANT_EXPIRED:
             self.counters["grants_reclaimed_bytes"] += nbytes
-        put.close(1)
+        self.close_grants(put, 1)
+
+    def close_grants(self, put: Put, count: int) -> None:
+        self.open_grants -= count
+        put.close(count)
 
     def fail_replicas(self, put: Put, index: int, segment_ids: set[int], now_ms: int) -> None:
         """These nodes did not seal their replicas; they may still be writing."""

@@ -91,6 +91,7 @@ class _Books:
     def check(self) -> None:
         state = self.state
         assert self.pinned_units == state.hard_pinned_units
+        assert state.open_grants == sum(len(each.writing) for each in state.tenants)
         assert len(set(self.generations)) == len(self.generations), "a generation lives twice"
         assert all(each < state.next_generation for each in self.generations)
         assert state.next_generation <= state.generation_mark
@@ -126,7 +127,7 @@ def check_invariants(catalog: Catalog) -> None:
 class Driver:
     """A catalog with a clock, and replies in plain form."""
 
-    settings: CatalogSettings = field(default_factory=CatalogSettings)
+    settings: CatalogSettings = field(default_factory=lambda: CatalogSettings(objects_max=1 << 14))
     now_ms: int = 1_000_000
     log: list[bytes] = field(default_factory=list)
 

@@ -93,13 +93,14 @@ class Reference:
     def learn(self, applied: Applied, evicting: bool = False) -> None:
         """Take in drops and lost segments; `evicting`: complete objects may only have gone because
         they could be evicted."""
-        for data in applied.records:
-            record = records.decode(data)
+        found = [records.decode(data) for data in applied.records]
+        for record in found:
+            if isinstance(record, records.Gone):
+                self.lose_segment(record.segment_id)
+        for record in found:
             if isinstance(record, records.Drops):
                 for generation in record.generations:
                     self._drop(generation, evicting)
-            elif isinstance(record, records.Gone):
-                self.lose_segment(record.segment_id)
 
     def _drop(self, generation: int, evicting: bool) -> None:
         for key, kept in list(self.objects.items()):

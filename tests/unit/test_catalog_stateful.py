@@ -40,7 +40,7 @@ NODES = ("a", "b", "c")
 SETTINGS = CatalogSettings(
     tick_ms=10, grant_ttl_ms=100, grant_margin_ms=40, lease_ms=50, lease_max_ms=300,
     heartbeat_ms=10, suspect_ms=40, dead_ms=200, doubt_ms=60, reclaim_max=2,
-    generation_block=1 << 13,
+    generation_block=1 << 13, objects_max=1 << 12,
 )  # fmt: skip
 
 keys_of = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5)
