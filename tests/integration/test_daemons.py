@@ -213,9 +213,9 @@ def test_a70_killed_nodes_leave_no_shared_memory(launch: Callable[..., Daemon]) 
     """50 nodes of 16 MiB, killed and started again, five at a time."""
     master = start_master(launch)
     names, before = shared_memory_names(), shared_bytes()
-    for _ in range(10):
+    for lap in range(10):
         arguments = ("--master", master.fields["grpc"], "--segment-bytes", "16MiB")
-        nodes = [launch(NODE, *arguments, "--name", f"node-{i}") for i in range(5)]
+        nodes = [launch(NODE, *arguments, "--name", f"node-{lap}-{i}") for i in range(5)]
         for node in nodes:
             node.wait_ready(30_000)
         assert shared_bytes() - before > 5 * 12 * MIB
