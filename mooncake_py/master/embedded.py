@@ -53,7 +53,7 @@ class EmbeddedStore:
         self._sequence = 0
 
     def describe(self) -> str:
-        return MEMORY if self._in_memory else str(self._path)
+        return MEMORY if self._in_memory else str(self._path).replace(" ", "%20")
 
     def load(self) -> Loaded:
         try:

@@ -101,7 +101,7 @@ def _serve(settings: MasterSettings, catalog: CatalogSettings, origins: list[Ori
     sys.setswitchinterval(SWITCH_SECONDS)
     master = Master(settings, catalog, SystemClock())
     chosen = [str(origin) for origin in origins if origin.source != "default"]
-    log.info("settings %s", " ".join(chosen) or "all default")
+    log.info("settings %s", " ".join([*chosen, "all others default"]))
     log.info("catalog %s", master.recovered)
     if not received:
         click.echo(

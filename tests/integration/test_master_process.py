@@ -371,6 +371,31 @@ def test_a_full_disk_is_said_and_healed(start: Start, tmp_path: Path) -> None:
     client.close()
 
 
+def test_a43_garbage_and_half_calls_hurt_nobody(start: Start) -> None:
+    """Strangers that talk nonsense to both doors, or begin and go silent, while others work."""
+    _, fields = start("--metadata", "memory")
+    strangers = []
+    for door in ("grpc", "lane"):
+        host, _, port = fields[door].rpartition(":")
+        for opening in (
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n",
+            bytes(range(256)) * 64,
+            b"PRI * HTTP/2.0\r\n",
+        ):
+            stranger = socket.create_connection((host, int(port)), timeout=5)
+            stranger.sendall(opening)
+            strangers.append(stranger)
+    with TransferEngine() as opened:
+        for door_engine in (None, opened):
+            client = MasterClient(fields["grpc"], engine=door_engine)
+            client.heartbeat(Heartbeat("node-a", 1, mounted(client)), timeout_ms=T)
+            assert client.exists("", [b"a"], timeout_ms=T).tolist() == [0]
+            client.close()
+    for stranger in strangers:
+        stranger.close()
+
+
 # --- metrics ------------------------------------------------------------------------------------
 
 

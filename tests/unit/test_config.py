@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
+from click.testing import CliRunner
 
 from mooncake_py import config
 from mooncake_py.config import MasterSettings, join_address, resolve, split_address
 from mooncake_py.errors import UsageError
-from mooncake_py.master.server import load_settings
+from mooncake_py.master.server import load_settings, main
+from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.model import RELEASE
 
 
 def test_c06_every_value_says_where_it_came_from() -> None:
@@ -92,6 +98,21 @@ def test_typing_mistakes_are_refused() -> None:
     with pytest.raises(UsageError, match="MOONCAKE_MASTER_LEESE_MS"):
         load_settings({}, {"MOONCAKE_MASTER_LEESE_MS": "1"})
     load_settings({}, {"MOONCAKE_NODE_LEESE_MS": "of another process"})
+
+
+def test_the_release_is_the_packages_version() -> None:
+    pyproject = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    assert tomllib.loads(pyproject.read_text())["project"]["version"] == RELEASE
+
+
+def test_a86_the_help_names_the_real_defaults() -> None:
+    text = CliRunner().invoke(main, ["--help"]).output
+    real = MasterSettings()
+    for default in (real.listen, real.lane_listen, real.log_level):
+        assert f"[{default}]" in text
+    listed = CliRunner().invoke(main, ["--settings"], env={}).output
+    assert "listen=127.0.0.1:50051 (default)" in listed
+    assert f"dead_ms={CatalogSettings().dead_ms} (default)" in listed
 
 
 def test_state_is_kept_where_the_user_keeps_it() -> None:
