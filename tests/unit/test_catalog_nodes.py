@@ -1,0 +1,175 @@
+"""Nodes come, fall silent, come back, and leave."""
+
+from __future__ import annotations
+
+import pytest
+from catalog_model import Driver, check_invariants
+
+from mooncake_py.errors import ObjectNotFound, UsageError
+from mooncake_py.master.commands import Heartbeat, Mount, Mounted, Refused, Report, Unmount
+from mooncake_py.master.settings import CatalogSettings
+
+KIB = 1024
+S = CatalogSettings()
+
+
+@pytest.fixture
+def driver() -> Driver:
+    driver = Driver()
+    driver.a = driver.mount("a", 64 * KIB)  # type: ignore[attr-defined]
+    return driver
+
+
+def state_of(driver: Driver, segment_id: int) -> str:
+    segment = driver.catalog.segment(segment_id)
+    return segment.state if segment is not None else "forgotten"
+
+
+def test_a_second_mount_of_the_same_incarnation_keeps_segment_and_objects(driver: Driver) -> None:
+    driver.put([b"k"])
+    segment_id = driver.a  # type: ignore[attr-defined]
+    for wish in (0, segment_id):
+        command = Mount("a", 1, "a:1", 1, 64 * KIB, "a", wish)
+        assert driver.apply(command).reply == Mounted(segment_id)
+    assert driver.exists([b"k"]) == [1]
+    check_invariants(driver.catalog)
+
+
+def test_f16_a_new_incarnation_gets_a_new_segment_and_the_old_objects_are_gone(
+    driver: Driver,
+) -> None:
+    driver.put([b"k", b"l"])
+    old = driver.a  # type: ignore[attr-defined]
+    driver.now_ms += S.suspect_ms
+    new = driver.mount("a", 64 * KIB, incarnation=2)
+    assert new > old
+    assert driver.exists([b"k", b"l"]) == [0, 0]
+    assert list(driver.locate([b"k"]).status) == [10]
+    assert driver.put([b"k"]) == [0], "writable at once"
+    driver.pass_time(S.tick_ms)
+    assert driver.catalog.segment(old) is None
+    check_invariants(driver.catalog)
+
+
+def test_a24_a_living_name_is_refused_and_its_owner_keeps_working(driver: Driver) -> None:
+    driver.put([b"k"])
+    reply = driver.apply(Mount("a", 2, "elsewhere:1", 1, 64 * KIB, "b")).reply
+    assert isinstance(reply, Refused)
+    assert reply.code == UsageError.code
+    assert "lives at a:1" in reply.cause
+    assert driver.exists([b"k"]) == [1]
+    driver.beat(("a", 1, driver.a))  # type: ignore[attr-defined]
+
+
+def test_a22_f15_a_silent_node_is_not_used_then_forgotten(driver: Driver) -> None:
+    driver.put([b"k"])
+    b = driver.mount("b", 64 * KIB)
+    a = driver.a  # type: ignore[attr-defined]
+    elapsed = 0
+    while elapsed < S.suspect_ms + S.tick_ms:
+        driver.now_ms += S.tick_ms
+        elapsed += S.tick_ms
+        driver.beat(("b", 1, b))
+        driver.pass_time(0)
+        driver.pass_time(1, alive=False)
+    assert state_of(driver, a) == "suspect"
+    assert driver.exists([b"k"]) == [0]
+    for i in range(20):
+        assert list(driver.start([b"n%d" % i], 64).segment_ids) == [b]
+    driver.beat(("a", 1, a))
+    assert state_of(driver, a) == "alive"
+    assert driver.exists([b"k"]) == [1], "suspect is not forgotten"
+    for _ in range(S.dead_ms // S.tick_ms + 2):
+        driver.now_ms += S.tick_ms
+        driver.beat(("b", 1, b))
+        driver.pass_time(1, alive=False)
+    assert state_of(driver, a) == "forgotten"
+    reply = driver.apply(Heartbeat("a", 1, a)).reply
+    assert isinstance(reply, Refused)
+    assert reply.code == ObjectNotFound.code
+    check_invariants(driver.catalog)
+
+
+def test_a22_a_clean_exit_removes_entries_at_once(driver: Driver) -> None:
+    driver.put([b"k"])
+    granted = driver.start([b"open"])
+    applied = driver.apply(Unmount("a", 1, driver.a))  # type: ignore[attr-defined]
+    assert applied.records
+    assert driver.exists([b"k"]) == [0]
+    assert driver.end([b"open"], list(granted.generations)) == [33]
+    check_invariants(driver.catalog)
+
+
+def test_objects_of_a_lost_node_are_forgotten_a_few_a_tick() -> None:
+    driver = Driver(CatalogSettings(reclaim_max=10, objects_max=1 << 14))
+    a = driver.mount("a", 1024 * KIB)
+    driver.put([b"%d" % i for i in range(100)], 64)
+    driver.apply(Unmount("a", 1, a))
+    assert driver.exists([b"5"]) == [0]
+    counts = []
+    for _ in range(11):
+        counts.append(len(driver.catalog.state.table))
+        driver.pass_time(S.tick_ms)
+    assert counts == list(range(100, -1, -10))
+    driver.pass_time(S.tick_ms)
+    assert driver.catalog.segment(a) is None
+
+
+def test_f14_a_replica_on_a_lost_node_leaves_the_other() -> None:
+    driver = Driver()
+    a, b = driver.mount("a", 64 * KIB), driver.mount("b", 64 * KIB)
+    driver.put([b"k"], replica_count=2)
+    driver.apply(Unmount("a", 1, a))
+    assert list(driver.locate([b"k"]).segment_ids) == [b]
+    driver.pass_time(S.tick_ms)
+    assert list(driver.locate([b"k"]).segment_ids) == [b]
+    check_invariants(driver.catalog)
+
+
+def test_a_draining_node_is_read_but_gets_nothing_new(driver: Driver) -> None:
+    driver.put([b"k"])
+    driver.apply(Heartbeat("a", 1, driver.a, draining=True))  # type: ignore[attr-defined]
+    assert driver.exists([b"k"]) == [1]
+    assert list(driver.start([b"l"]).status) == [20]
+    assert driver.exists([b"k"]) == [1], "nobody was evicted for it"
+
+
+def test_a23_an_unreachable_placement_is_not_given_out_for_a_while(driver: Driver) -> None:
+    driver.put([b"k"])
+    segment_id = driver.a  # type: ignore[attr-defined]
+    generation = driver.catalog.state.table.generation[0]
+    driver.apply(Report("t", [b"k"], [generation], [segment_id], [30]))
+    assert driver.exists([b"k"]) == [0]
+    assert list(driver.locate([b"k"]).status) == [10]
+    assert state_of(driver, segment_id) == "alive", "one client's word is not enough"
+    driver.pass_time(S.doubt_ms + S.tick_ms)
+    assert driver.exists([b"k"]) == [1]
+
+
+def test_a_report_and_a_missed_heartbeat_make_a_node_suspect(driver: Driver) -> None:
+    driver.put([b"k"])
+    segment_id = driver.a  # type: ignore[attr-defined]
+    generation = driver.catalog.state.table.generation[0]
+    driver.now_ms += 2 * S.heartbeat_ms + 1
+    driver.apply(Report("t", [b"k"], [generation], [segment_id], [31]))
+    assert state_of(driver, segment_id) == "suspect"
+
+
+def test_f43_a_damaged_replica_ends_and_late_reports_do_not() -> None:
+    driver = Driver()
+    segments = {driver.mount("a", 64 * KIB), driver.mount("b", 64 * KIB)}
+    driver.put([b"k"], replica_count=2)
+    generation = driver.catalog.state.table.generation[0]
+    bad = min(segments)
+    assert not driver.apply(Report("t", [b"k"], [generation - 1], [bad], [32])).records
+    assert driver.apply(Report("t", [b"k"], [generation], [bad], [32])).records
+    assert set(driver.locate([b"k"]).segment_ids) == segments - {bad}
+    applied = driver.apply(Report("t", [b"k"], [generation], [max(segments)], [33]))
+    assert applied.effects, "the node unseals"
+    assert driver.exists([b"k"]) == [0]
+    check_invariants(driver.catalog)
+
+
+def test_a21_contradicting_times_are_refused() -> None:
+    with pytest.raises(UsageError, match="suspect_ms must not exceed dead_ms"):
+        Driver(CatalogSettings(suspect_ms=5000, dead_ms=4000))
