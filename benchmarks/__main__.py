@@ -44,10 +44,17 @@ class Bench:
             self._add(name, "store_limits", {"limit": name})
 
     def add_ours(self) -> None:
-        options = ClusterOptions(node_count=1, segment_bytes=self._effort.segment_bytes)
+        """One cluster for all of ours, each a tenant: their objects have the same names."""
+        segment_bytes = len(_TRANSPORTS) * self._effort.segment_bytes
+        options = ClusterOptions(node_count=1, segment_bytes=segment_bytes)
         cluster = self._stack.enter_context(Cluster(options))
         for name, transports in _TRANSPORTS.items():
-            self._add(name, "store_ours", {"master": cluster.address, "transports": transports})
+            settings = {
+                "master": cluster.address,
+                "transports": transports,
+                "tenant": transports[0],
+            }
+            self._add(name, "store_ours", settings)
 
     def add_upstream(self, option: str | None) -> None:
         """A flavour that does not start is a note, not a failure: it is not ours to repair."""

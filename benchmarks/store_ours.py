@@ -1,4 +1,4 @@
-"""Our client: {"master": "host:port", "transports": ["shm"]}."""
+"""Our client: {"master": "host:port", "transports": ["shm"], "tenant": "shm"}."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from mooncake_py import StoreClient
 class Ours:
     def __init__(self, settings: dict, nbytes: int) -> None:
         self._store = StoreClient(
-            settings["master"], transports=settings["transports"], timeout_ms=30_000
+            settings["master"],
+            tenant=settings["tenant"],
+            transports=settings["transports"],
+            timeout_ms=30_000,
         )
         self.memory = plain_memory(nbytes)
 

@@ -10,7 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan import EFFORTS, GRPC, MEMORY, SHM, TCP, UP_DUMMY, UP_TCP, Case, bars
+from benchmarks.plan import (
+    EFFORTS,
+    GRPC,
+    MEMORY,
+    OUR_TCP,
+    OURS,
+    SHM,
+    TCP,
+    UP_DUMMY,
+    UP_TCP,
+    Case,
+    bars,
+)
 from benchmarks.report import as_dict
 from benchmarks.run import Timing, takes_part
 
@@ -44,6 +56,16 @@ def test_the_limits_of_the_machine_are_measured(tmp_path: Path) -> None:
     }
     assert measured == expected
     assert found["bars"] == []
+
+
+def test_our_own_client_is_measured_over_both_transports(tmp_path: Path) -> None:
+    ended = run_benchmarks(tmp_path / "found.json")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    ours = {(r["case"], r["contender"]) for r in found["timings"] if r["contender"] in OURS}
+    assert ours == {(str(case), name) for case in EFFORTS["tiny"].cases for name in OURS}
+    assert all(row["times_limit"] > 0 for row in found["timings"] if row["contender"] == OUR_TCP)
+    assert any("upstream skipped" in note for note in found["notes"])
 
 
 def test_an_interpreter_without_upstream_is_a_note_and_no_failure(tmp_path: Path) -> None:
