@@ -76,8 +76,8 @@ void Batch::part_done(const Part& part, int32_t status, uint32_t crc, const char
     }
     if (progress.status == MC_OK) progress.status = status;
   } else if (part.crc) {
-    const bool single = progress.handed_out && part.number == 0 && progress.open_parts == 0;
-    if (single) slices_[part.slice].crc = crc;
+    const bool whole = part.length == slices_[part.slice].length;  // else join_crcs_locked sets it
+    if (whole) slices_[part.slice].crc = crc;
     else progress.crcs.push_back({part.number, part.length, crc});
   }
   if (progress.open_parts > 0) return;

@@ -1,0 +1,282 @@
+"""What the store promises when processes die, stop or misbehave; and what a batch costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mooncake_py import StoreClient, TransferEngine
+from mooncake_py.clock import Deadline, SystemClock
+from mooncake_py.errors import (
+    AccessRefused,
+    MasterUnavailable,
+    MooncakeError,
+    ObjectExists,
+    ObjectNotFound,
+)
+from mooncake_py.master.client import MasterClient
+from mooncake_py.master.commands import StatusInfo
+from mooncake_py.ops.cluster import Cluster, ClusterOptions, Daemon
+from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest
+
+MIB = 1 << 20
+SLACK_MS = 1_500  # what a busy test machine may add to a deadline; the promise itself is 100 ms
+
+WRITER = """
+import os, signal, sys
+from mooncake_py.master.client import MasterClient
+master = MasterClient(sys.argv[1])
+grants = master.put_start("default", [b"half-done"], [int(sys.argv[2])], timeout_ms=5000)
+assert grants.status.tolist() == [0]
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def wait_until(condition: Callable[[], bool], timeout_ms: int = 15_000) -> None:
+    deadline = Deadline(timeout_ms, SystemClock())
+    pause = threading.Event()
+    while not condition():
+        assert not deadline.passed(), "the condition did not come true in time"
+        pause.wait(0.02)
+
+
+def metric(cluster: Cluster, name: str, **labels: str) -> float:
+    url = f"http://{cluster.master.fields['metrics']}/metrics"
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        text = answer.read().decode()
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def status(cluster: Cluster) -> StatusInfo:
+    with closing(MasterClient(cluster.address)) as master:
+        return master.status(timeout_ms=5_000)
+
+
+def send(daemon: Daemon, number: signal.Signals) -> None:
+    os.kill(daemon.child.pid, number)
+
+
+def calls(cluster: Cluster, method: str) -> float:
+    return metric(cluster, "mooncake_master_calls_total", method=method)
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Cluster]:
+    """A cluster whose grants end soon."""
+    arguments = ["--metrics", "127.0.0.1:0", "--set", "grant_ttl_ms=1500"]
+    arguments += ["--set", "grant_margin_ms=200"]
+    options = ClusterOptions(segment_bytes=64 * MIB, master_arguments=arguments)
+    with Cluster(options) as running:
+        yield running
+
+
+@pytest.fixture
+def store(quick: Cluster) -> Iterator[StoreClient]:
+    with StoreClient(quick.address) as client:
+        yield client
+
+
+def test_a01_f08_a_killed_writer_leaves_no_object_and_its_space_comes_back(
+    quick: Cluster, store: StoreClient
+) -> None:
+    before = status(quick).used_bytes
+    code = subprocess.run(
+        [sys.executable, "-c", WRITER, quick.address, str(30 * MIB)], check=False, timeout=60
+    ).returncode
+    assert code == -signal.SIGKILL
+    assert status(quick).used_bytes >= before + 30 * MIB
+    assert store.exists("half-done") is False
+    with pytest.raises(ObjectNotFound):
+        store.get("half-done")
+
+    def writable_again() -> bool:
+        try:
+            store.put("half-done", b"whole")
+        except ObjectExists:
+            return False
+        return True
+
+    wait_until(writable_again)
+    assert store.get("half-done") == b"whole"
+    wait_until(lambda: status(quick).used_bytes < before + MIB)
+    assert status(quick).counters["grants_reclaimed"] >= 1
+
+
+def test_f04_a_batch_costs_two_master_calls_to_put_and_one_to_get(
+    quick: Cluster, store: StoreClient
+) -> None:
+    verbs = ("PutStart", "PutEnd", "PutRevoke", "Locate", "Exists", "Report")
+    before = {verb: calls(quick, verb) for verb in verbs}
+    keys = [f"f04/{i}" for i in range(500)]
+    assert store.put_batch(keys, [b"v" * 1000] * 500) == [None] * 500
+    assert store.get_batch(keys) == [b"v" * 1000] * 500
+    spent = {verb: calls(quick, verb) - before[verb] for verb in verbs}
+    assert spent == {**dict.fromkeys(verbs, 0), "PutStart": 1, "PutEnd": 1, "Locate": 1}
+
+
+def test_f02_object_bytes_do_not_pass_the_master(quick: Cluster, store: StoreClient) -> None:
+    def through_the_master() -> float:
+        found = status(quick).counters
+        doors = ("grpc_received_bytes", "grpc_sent_bytes", "lane_received_bytes", "lane_sent_bytes")
+        return sum(found[name] for name in doors)
+
+    before, payload = through_the_master(), 0
+    value = np.random.default_rng(0).bytes(MIB)
+    for i in range(256):
+        store.put_batch([f"f02/{i}/{j}" for j in range(2)], [value] * 2)
+        assert store.get(f"f02/{i}/0") == value
+        payload += 3 * MIB
+    assert through_the_master() - before < 0.01 * payload
+
+
+def test_f06_a_reader_sees_nothing_or_everything(quick: Cluster, store: StoreClient) -> None:
+    """Keys are removed and put again with other bytes while readers poll, over both transports."""
+    done, wrong = threading.Event(), []
+    sizes = (100, 70_000)
+
+    def read(transport: str) -> None:
+        with StoreClient(quick.address, transports=(transport,)) as reader:
+            while not done.is_set():
+                for key, value in zip(
+                    ("f06/small", "f06/large"),
+                    reader.get_batch(["f06/small", "f06/large"]),
+                    strict=True,
+                ):
+                    if isinstance(value, ObjectNotFound):
+                        continue
+                    if not isinstance(value, bytes) or len(set(value)) != 1:
+                        wrong.append((key, value))
+
+    readers = [threading.Thread(target=read, args=(name,)) for name in ("shm", "tcp")]
+    for reader in readers:
+        reader.start()
+    for i in range(600):
+        values = [bytes([i % 255 + 1]) * size for size in sizes]
+        assert store.put_batch(["f06/small", "f06/large"], values) == [None, None]
+        assert store.remove(["f06/small", "f06/large"], force=True) == [None, None]
+    done.set()
+    for reader in readers:
+        reader.join(30)
+        assert not reader.is_alive()
+    assert wrong == []
+
+
+def test_a34_a_forged_grant_is_refused_by_the_node(quick: Cluster, store: StoreClient) -> None:
+    store.put("victim", b"v" * 1000)
+    with TransferEngine() as engine, closing(MasterClient(quick.address)) as master:
+        grants = master.put_start("default", [b"forged"], [1000], timeout_ms=5000)
+        placed = master.locate("default", [b"victim"], timeout_ms=5000)
+        part = grants.grants[0]
+        rows = part.table().copy()
+        rows["offset"] = placed.rows["offset"][0]
+        rows["generation"] += np.uint64(1000)
+        peer = engine.open(part.segment.address, timeout_ms=5000)
+
+        def pull(**changes: object) -> PullReply:
+            fields: dict[str, object] = {
+                "segment_id": part.segment.segment_id, "rows": part.rows, "mac": part.mac,
+                "region": 0, "sources": bytes(8), "inline_values": b"x" * 1000, "timeout_ms": 1000,
+            }  # fmt: skip
+            request = PullRequest(**{**fields, **changes})  # type: ignore[arg-type]
+            return PullReply.decode(peer.request(PULL_KIND, request.encode(), timeout_ms=5000))
+
+        assert pull(rows=rows.tobytes()).code == AccessRefused.code
+        assert pull(mac=bytes(16)).code == AccessRefused.code
+        assert pull(mac=b"").code == AccessRefused.code
+        assert pull(segment_id=part.segment.segment_id + 1).code != 0
+        assert pull(sources=b"").code != 0
+        assert pull(sources=b"\xff" * 8).status != b"\0"
+        for junk in (b"", b"\xff" * 100, os.urandom(5000)):
+            reply = PullReply.decode(peer.request(PULL_KIND, junk, timeout_ms=5000))
+            assert reply.code != 0
+    assert store.get("victim") == b"v" * 1000
+    assert store.exists("forged") is False
+
+
+def test_f15_a_killed_node_costs_misses_not_errors(fresh_cluster: Cluster) -> None:
+    with StoreClient(fresh_cluster.address, timeout_ms=5_000) as store:
+        keys = [f"k/{i}" for i in range(200)]
+        assert store.put_batch(keys, [b"x" * 20_000] * 200) == [None] * 200
+        fresh_cluster.nodes[0].child.kill()
+        with StoreClient(fresh_cluster.address, timeout_ms=5_000) as other:
+            outcomes = other.get_batch(keys)
+        lost = [o for o in outcomes if isinstance(o, ObjectNotFound)]
+        assert 0 < len(lost) < 200
+        assert all(o == b"x" * 20_000 for o in outcomes if not isinstance(o, ObjectNotFound))
+
+        def puts_work() -> bool:
+            return store.put_batch([f"new/{time.monotonic_ns()}"], [b"y" * 20_000]) == [None]
+
+        wait_until(puts_work)
+        wait_until(lambda: store.exists(keys).count(False) == len(lost))  # type: ignore[union-attr]
+        again = [f"again/{i}" for i in range(100)]
+        assert store.put_batch(again, [b"z" * 20_000] * 100) == [None] * 100
+
+
+@pytest.mark.parametrize("who", ["master", "node"])
+def test_f28_every_call_ends_in_time_when_a_process_stands_still(
+    fresh_cluster: Cluster, who: str
+) -> None:
+    clients = [
+        StoreClient(fresh_cluster.address, transports=(transport,)) for transport in ("shm", "tcp")
+    ]
+    try:
+        for client, name in zip(clients, ("shm", "tcp"), strict=True):
+            client.put_batch([f"{name}/{i}" for i in range(8)], [b"s" * 100_000] * 8)
+            client.get_batch([f"{name}/{i}" for i in range(8)])
+        daemons = fresh_cluster.nodes if who == "node" else [fresh_cluster.master]
+        for daemon in daemons:
+            send(daemon, signal.SIGSTOP)
+        for client, name in zip(clients, ("shm", "tcp"), strict=True):
+            for call in (
+                lambda c: c.put("new", b"n" * 100_000, timeout_ms=400),
+                lambda c: c.put("small", b"n", timeout_ms=400),
+                lambda c: c.get(f"{name}/0", timeout_ms=400),  # noqa: B023
+                lambda c: c.exists(f"{name}/1", timeout_ms=400),  # noqa: B023
+                lambda c: c.remove(f"{name}/2", timeout_ms=400),  # noqa: B023
+            ):
+                begin = time.monotonic()
+                with suppress(MooncakeError):
+                    call(client)
+                assert (time.monotonic() - begin) * 1000 < 400 + SLACK_MS
+    finally:
+        for daemon in daemons:
+            send(daemon, signal.SIGCONT)
+        for client in clients:
+            client.close()
+
+
+def test_a42_a_client_outlives_a_restart_of_the_master(fresh_cluster: Cluster) -> None:
+    with StoreClient(fresh_cluster.address, timeout_ms=20_000) as store:
+        store.put("kept", b"k" * 50_000)
+        port = int(fresh_cluster.address.rpartition(":")[2])
+        fresh_cluster.master.child.kill()
+        with pytest.raises(MasterUnavailable):
+            store.put("lost", b"l", timeout_ms=300)
+        fresh_cluster.start_master(port)
+
+        def served() -> bool:
+            try:
+                return store.get("kept", timeout_ms=1_000) == b"k" * 50_000
+            except (ObjectNotFound, MasterUnavailable):
+                return False
+
+        wait_until(served)
+        store.put("after", b"a" * 50_000)
+        assert store.get("after") == b"a" * 50_000
