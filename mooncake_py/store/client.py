@@ -40,8 +40,18 @@ from mooncake_py.transfer import EngineOptions, TransferEngine
 PutOutcome: TypeAlias = MooncakeError | None
 GetOutcome: TypeAlias = bytes | int | MooncakeError
 
-_SPACE_RETRY_FIRST_MS = 5  # eviction on the master takes about a tick; doubled up to the limit
-_SPACE_RETRY_LAST_MS = 200
+_RETRY_FIRST_MS = 5  # eviction on the master takes about a tick; doubled up to the limit
+_RETRY_LAST_MS = 200
+_PUT_AGAIN = frozenset(
+    error.code  # of a key: what another placement, a little later, can cure
+    for error in (
+        errors.OutOfSpace,
+        errors.Backpressure,
+        errors.PeerUnreachable,
+        errors.NodeDraining,
+        errors.LeaseExpired,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +134,7 @@ class StoreClient:
     ) -> list[PutOutcome]:
         """Store many objects with two master calls. One outcome a key, in order: None, or the
         error that `put` would raise. One key's failure changes nothing for the others. Keys that
-        find no space are tried again while eviction makes room, until the deadline."""
+        find no space, or whose node is gone, are tried again until the deadline."""
         if len(keys) != len(values):
             raise UsageError("one value a key", keys=len(keys), values=len(values))
         names = [_key_bytes(key) for key in keys]
@@ -134,20 +144,19 @@ class StoreClient:
         with self._calls.one(self._closing):
             job = PutJob(self._tenant, names, spans, policy, self._deadline(timeout_ms))
             codes = self._writer.write(job)
-            self._retry_space(job, codes)
+            self._put_again(job, codes)
         return [
             None if code == errors.OK else self._put_error(code, key, span)
             for code, key, span in zip(codes, keys, spans, strict=True)
         ]
 
-    def _retry_space(self, job: PutJob, codes: list[int]) -> None:
-        """Try keys again that met a temporary lack of space; `codes` changes in place."""
-        wait_ms = _SPACE_RETRY_FIRST_MS
-        again = (errors.OutOfSpace.code, errors.Backpressure.code)
-        while todo := [i for i, code in enumerate(codes) if code in again]:
+    def _put_again(self, job: PutJob, codes: list[int]) -> None:
+        """Try keys again that met a lack of space or a lost node; `codes` changes in place."""
+        wait_ms = _RETRY_FIRST_MS
+        while todo := [i for i, code in enumerate(codes) if code in _PUT_AGAIN]:
             if job.deadline.left_ms() <= wait_ms or self._closing.wait(wait_ms / 1000):
                 break
-            wait_ms = min(2 * wait_ms, _SPACE_RETRY_LAST_MS)
+            wait_ms = min(2 * wait_ms, _RETRY_LAST_MS)
             rest = PutJob(
                 job.tenant,
                 [job.keys[i] for i in todo],

@@ -139,9 +139,10 @@ def test_f02_object_bytes_do_not_pass_the_master(quick: Cluster, store: StoreCli
     before, payload = through_the_master(), 0
     value = np.random.default_rng(0).bytes(MIB)
     for i in range(256):
-        store.put_batch([f"f02/{i}/{j}" for j in range(2)], [value] * 2)
-        assert store.get(f"f02/{i}/0") == value
-        payload += 3 * MIB
+        store.put(f"f02/{i}", value)
+        assert store.get(f"f02/{i}") == value
+        assert store.remove(f"f02/{i}", force=True) is None
+        payload += 2 * MIB
     assert through_the_master() - before < 0.01 * payload
 
 
