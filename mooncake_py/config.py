@@ -37,7 +37,8 @@ class MasterSettings:
     listen: str = "127.0.0.1:50051"  # of the gRPC API; port 0: any free one
     lane_listen: str = "auto"  # of the hot lane; auto: any port of the same host; off: none
     advertise: str = ""  # host that others reach this one by; "": the host they dialled
-    metadata: str = ""  # file, folder, or "memory"; "": a file of this user, named by the port
+    metadata: str = ""  # file, folder, "memory", etcd://...; "": a user's file, named by the port
+    leader_lease_ms: int = 3_000  # with etcd: silence after which another master takes over
     metrics_listen: str = "off"  # of /metrics and /health; off: none
     log_level: str = "info"
     queue_calls_max: int = 1_024  # waiting calls; beyond it the answer is Backpressure
@@ -54,6 +55,10 @@ class MasterSettings:
         """UsageError: a value is out of bounds, or two contradict each other."""
         if self.log_level not in LOG_LEVELS:
             raise UsageError(f"log_level is one of {', '.join(LOG_LEVELS)}", got=self.log_level)
+        if self.leader_lease_ms < 2_000 or self.leader_lease_ms % 1_000:
+            raise UsageError(
+                "leader_lease_ms is whole seconds, at least 2", got=self.leader_lease_ms
+            )
         for name in ("queue_calls_max", "urgent_calls_max", "commit_retry_ms", "stop_ms"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1")

@@ -35,17 +35,17 @@ class Metrics(Collector):
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._counters: dict[str, tuple[str, tuple[str, ...], dict[tuple[str, ...], Cell]]] = {}
-        self._sources: list[Callable[[], Mapping[str, float]]] = []
+        self._sources: dict[str, Callable[[], Mapping[str, float]]] = {}
 
     def counter(self, name: str, text: str, **labels: str) -> Cell:
         """The cell of a counter with these labels, made at the first call."""
         _, _, cells = self._counters.setdefault(name, (text, tuple(labels), {}))
         return cells.setdefault(tuple(labels.values()), Cell())
 
-    def source(self, read: Callable[[], Mapping[str, float]]) -> None:
+    def source(self, what: str, read: Callable[[], Mapping[str, float]]) -> None:
         """`read()` gives more numbers at every scrape, by `name` or `name.part`; a name that ends
-        in `_total` is a counter."""
-        self._sources.append(read)
+        in `_total` is a counter. A former source of the same `what` is replaced."""
+        self._sources[what] = read
 
     def values(self) -> dict[str, float]:
         """Every counter summed over its labels, by name."""
@@ -60,7 +60,7 @@ class Metrics(Collector):
             for values, cell in list(cells.items()):
                 family.add_metric(values, cell.value)
             yield family
-        for read in self._sources:
+        for read in list(self._sources.values()):
             for name, value in read().items():
                 what, _, part = name.partition(".")
                 label = {"part": part} if part else {}

@@ -39,7 +39,7 @@ from mooncake_py.master.commands import (
     Unmount,
 )
 from mooncake_py.master.membership import GONE, Segment
-from mooncake_py.master.replay import RestoreReport
+from mooncake_py.master.replay import Replay, RestoreReport
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.state import CatalogState, Work
 from mooncake_py.model import EXTENT_ALIGN_BYTES
@@ -156,3 +156,8 @@ class Catalog:
         """Replace the state by what these records say. What is damaged is counted and left out."""
         self.state = CatalogState(self.settings)
         return replay.restore(self.state, snapshot, records, now_ms)
+
+    def take_over(self, followed: Replay, now_ms: int) -> RestoreReport:
+        """As `restore`, from records that were followed as they came."""
+        self.state = CatalogState(self.settings)
+        return followed.build(self.state, now_ms)

@@ -23,6 +23,7 @@ from mooncake_py.wire.etcd import pb
 log = logging.getLogger(__name__)
 
 _EQUAL, _CREATE, _MOD = 0, 1, 2
+_LOOK_MS = 50
 
 
 def absent(key: bytes) -> pb.Compare:
@@ -73,6 +74,7 @@ class Session:
         self._won = won
         self._leadership = leadership
         self.term = won.term
+        self.successor = ""  # who leads instead, once that is known
         self._clock: Clock
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -102,11 +104,9 @@ class Session:
         """Raise NotLeader, and end, when `look` shows that the term is over."""
         holder = leader_of(kvs[0] if kvs else None)
         if holder is None or holder.revision != self._won.revision:
+            self.successor = holder.address if holder is not None else ""
             self.end()
-            raise NotLeader(
-                f"term {self.term} is over",
-                leader=holder.address if holder is not None else "",
-            )
+            raise NotLeader(f"term {self.term} is over", leader=self.successor)
 
     def stand(self, now_ms: int) -> Stand:
         return self._leadership.stand(now_ms)
@@ -114,6 +114,11 @@ class Session:
     def end(self) -> None:
         self._leadership.end()
         self._stop.set()
+
+    def wait_for_end(self, stop: threading.Event) -> None:
+        """Until the term is over, or `stop` is set."""
+        while not self._stop.wait(_LOOK_MS / 1000) and not stop.is_set():
+            pass
 
     def resign(self, timeout_ms: int) -> None:
         """End, and give the lease back so that another may lead at once. Harmless twice."""

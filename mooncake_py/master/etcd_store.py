@@ -68,11 +68,16 @@ class Entry:
 class EtcdLog:
     """Reading, for leaders and followers alike. Thread-safe."""
 
-    def __init__(self, client: EtcdClient, prefix: str) -> None:
+    def __init__(self, client: EtcdClient, prefix: str, revision: int = 0) -> None:
         self._client = client
+        self._revision = revision
         self.prefix = prefix
         self.log_prefix = f"{prefix}log/".encode()
         self.snapshot_prefix = f"{prefix}snapshot/".encode()
+
+    def at(self, revision: int) -> EtcdLog:
+        """The same as it was at a revision. Compacted: that is gone."""
+        return EtcdLog(self._client, self.prefix, revision)
 
     def key(self, kind: bytes, sequence: int, chunk: int | None = None) -> bytes:
         """`kind`: one of the two prefixes. Without a chunk: where the sequence's keys begin."""
@@ -127,7 +132,10 @@ class EtcdLog:
     def snapshots(self) -> list[int]:
         """Sequences of snapshots that were completed, damaged or not."""
         request = pb.RangeRequest(
-            key=self.snapshot_prefix, range_end=prefix_end(self.snapshot_prefix), keys_only=True
+            key=self.snapshot_prefix,
+            range_end=prefix_end(self.snapshot_prefix),
+            revision=self._revision,
+            keys_only=True,
         )
         found = (self.position(kv.key) for kv in self._client.range(request, CALL_MS).kvs)
         return [place[0] for place in found if place is not None and place[1] == 0]
@@ -149,7 +157,9 @@ class EtcdLog:
     def _pages(self, start: bytes, end: bytes) -> Iterator[pb.KeyValue]:
         limit = 16
         while True:
-            request = pb.RangeRequest(key=start, range_end=end, limit=limit)
+            request = pb.RangeRequest(
+                key=start, range_end=end, limit=limit, revision=self._revision
+            )
             reply = self._client.range(request, 2 * CALL_MS)
             yield from reply.kvs
             if not reply.more:
@@ -174,14 +184,22 @@ class EtcdStore:
     """
 
     def __init__(
-        self, text: str, *, lease_ms: int = LEASE_MS, grpc: str = "", clock: Clock | None = None
+        self,
+        text: str,
+        *,
+        lease_ms: int = LEASE_MS,
+        clock: Clock | None = None,
+        client: EtcdClient | None = None,
     ) -> None:
+        self._text = text
         self.address = EtcdAddress.parse(text)
         self._clock = clock or SystemClock()
-        self.client = EtcdClient(self.address, self._clock)
+        self._owns_client = client is None
+        self.client = client or EtcdClient(self.address, self._clock)
+        self.leader_key = f"{self.address.prefix}leader".encode()
+        self.followed = f"{self.address.prefix}l".encode()  # the leader's key, and the log
         self.log = EtcdLog(self.client, self.address.prefix)
         self.times = LeaseTimes(lease_ms)
-        self._grpc = grpc
         self._session: Session | None = None
         self._sequence = 0
         self._unsure: dict[int, int] = {}  # nonce of an append that may arrive -> its records
@@ -190,11 +208,17 @@ class EtcdStore:
     def describe(self) -> str:
         return str(self.address)
 
+    def borrowed(self) -> EtcdStore:
+        """Another one with the same client, which stays open when it is closed."""
+        return EtcdStore(
+            self._text, lease_ms=self.times.lease_ms, clock=self._clock, client=self.client
+        )
+
     def campaign(self, grpc: str) -> Campaign:
         return Campaign(self.client, self.address.prefix, grpc, self.times, self._clock)
 
     def load(self) -> Loaded:
-        won = self.campaign(self._grpc).run(None, 2 * CALL_MS)
+        won = self.campaign("").run(None, 2 * CALL_MS)
         if not isinstance(won, Session):
             self.client.close()
             raise MasterUnavailable(
@@ -258,7 +282,8 @@ class EtcdStore:
         if self._session is not None:
             self._session.resign(CALL_MS)
             self._session = None
-        self.client.close()
+        if self._owns_client:
+            self.client.close()
 
     # --- writing --------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class Limits:
     snapshot_record_bytes: int
     tick_ms: int
     heartbeat_ms: int
+    durable_puts: bool = False  # answer a put end only once its record is durable
 
 
 class Inbox:

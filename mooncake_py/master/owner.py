@@ -15,6 +15,9 @@ Rules:
 * Replies marked durable-first leave from the writer thread after the commit. While the store
   refuses writes, calls that change the catalog are refused with its words; what is already in the
   catalog stays queued and is written, in order, once the store accepts writes again.
+* What the process may do at all the gate says, call by call: a leader that cannot prove its lease
+  serves nothing, or reads only. With a store that others may take over, commits of puts are
+  durable-first, too.
 * An owner that was itself stopped for a while does not judge nodes by their silence: the heartbeats
   may lie in its own queues. It waits two heartbeat periods before the next tick.
 """
@@ -23,18 +26,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from mooncake_py.clock import Clock
-from mooncake_py.errors import Backpressure
+from mooncake_py.errors import Backpressure, MooncakeError
 from mooncake_py.master.inbox import DOORS, Call, Inbox, Limits
 from mooncake_py.master.service import Answer, Service
 from mooncake_py.master.writer import Writer
 from mooncake_py.metrics import Metrics
-from mooncake_py.wire.lane import METHODS
+from mooncake_py.wire.lane import HEARTBEAT, METHODS, PUT_END, Method
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,14 @@ class Source(Protocol):
 
     def wake(self) -> None:
         """End the waiting of a `receive`, or the next one. Any thread."""
+
+
+Gate = Callable[[Method, int], MooncakeError | None]
+"""Why a method may not be served at this time (ms); None: it may."""
+
+
+def opened(method: Method, now_ms: int) -> MooncakeError | None:
+    return None
 
 
 class Bell:
@@ -72,13 +83,20 @@ class Owner:
     """The owner thread. `submit` is for any thread; `start` and `stop` for the process."""
 
     def __init__(
-        self, service: Service, writer: Writer, source: Source, limits: Limits, clock: Clock
+        self,
+        service: Service,
+        writer: Writer,
+        source: Source,
+        limits: Limits,
+        clock: Clock,
+        gate: Gate = opened,
     ) -> None:
         self._service = service
         self._writer = writer
         self._source = source
         self._limits = limits
         self._clock = clock
+        self._gate = gate
         self._inbox = Inbox(limits)
         self._asleep = False
         self._stopping = False
@@ -105,7 +123,7 @@ class Owner:
         self._busy = metrics.counter("backpressure_total", "Calls answered Backpressure")
         self._late = metrics.counter("expired_calls_total", "Calls dropped after their deadline")
         self._snapshots = metrics.counter("catalog_snapshots_total", "Snapshots taken")
-        metrics.source(self._depths)
+        metrics.source("queues", self._depths)
 
     def start(self, record_nbytes: int) -> None:
         """`record_nbytes`: how much the log holds above its snapshot."""
@@ -172,7 +190,12 @@ class Owner:
         if call.expires_ms <= now_ms:
             self._late.value += 1
             return
-        if method.changes and (obstacle := self._writer.obstacle()) is not None:
+        obstacle = self._gate(method, now_ms)
+        if obstacle is not None and method is HEARTBEAT:
+            self._service.handle(method, call.payload, now_ms)  # the node lives, whatever we are
+        if obstacle is None and method.changes:
+            obstacle = self._writer.obstacle()
+        if obstacle is not None:
             self._failed[method.number].value += 1
             call.reply(self._service.refuse(method, obstacle))
             return
@@ -186,7 +209,8 @@ class Owner:
         if not answer.records:
             call.reply(answer.payload)
             return
-        waits = [(call, answer.payload)] if answer.durable_first else []
+        durable = answer.durable_first or (self._limits.durable_puts and call.method is PUT_END)
+        waits = [(call, answer.payload)] if durable else []
         self._record(answer.records, waits)
         if not waits:
             call.reply(answer.payload)
@@ -208,7 +232,8 @@ class Owner:
         if now_ms < self._next_tick_ms:
             return
         self._next_tick_ms = now_ms + self._limits.tick_ms
-        evict_max = None if self._writer.obstacle() is None else 0
+        free = self._writer.obstacle() is None and self._gate(PUT_END, now_ms) is None
+        evict_max = None if free else 0
         records = self._service.tick(now_ms, evict_max)
         if records:
             self._record(records, [])

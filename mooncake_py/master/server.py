@@ -59,7 +59,7 @@ def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
 )
 @click.option("--advertise", metavar="HOST", help="Host under which others reach this one.")
 @click.option(
-    "--metadata", metavar="PATH", help="File or folder of the catalog, or memory. [a user's file]"
+    "--metadata", metavar="PATH", help="File, folder, memory, or etcd://h1,h2,h3. [a user's file]"
 )
 @click.option(
     "--metrics", "metrics_listen", metavar="HOST:PORT", help="/metrics and /health; off. [off]"
@@ -99,7 +99,9 @@ def _serve(settings: MasterSettings, catalog: CatalogSettings, origins: list[Ori
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     sys.setswitchinterval(SWITCH_SECONDS)
-    master = Master(settings, catalog, SystemClock())
+    master = Master(
+        settings, catalog, SystemClock(), lambda text: click.echo(f"mooncake-master {text}")
+    )
     chosen = [str(origin) for origin in origins if origin.source != "default"]
     log.info("settings %s", " ".join([*chosen, "all others default"]))
     log.info("catalog %s", master.recovered)

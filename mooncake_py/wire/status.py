@@ -9,7 +9,8 @@ from mooncake_py.wire.v1 import master_pb2 as pb
 
 def refusal(method: Method, error: MooncakeError, term: int) -> bytes:
     """The reply of a call that is refused as a whole."""
-    outcome = pb.Outcome(code=error.code, cause=error.cause, term=term)
+    leader = str(error.context.get("leader", ""))
+    outcome = pb.Outcome(code=error.code, cause=error.cause, term=term, leader=leader)
     return method.reply(outcome=outcome).SerializeToString()
 
 

@@ -37,7 +37,7 @@ def test_counters_keep_their_labels_apart() -> None:
 def test_the_endpoint_speaks_prometheus_and_health() -> None:
     metrics = Metrics("m")
     metrics.counter("calls_total", "Calls", door="a").value += 2
-    metrics.source(lambda: {"objects": 5, "evicted_total": 7, "hole.12": 9})
+    metrics.source("catalog", lambda: {"objects": 5, "evicted_total": 7, "hole.12": 9})
     state = {"good": True}
     server = MetricsServer(("127.0.0.1", 0), metrics, lambda: state["good"])
     base = f"http://127.0.0.1:{server.port}"
