@@ -76,7 +76,7 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         binding = load_binding()
         compiler = cxx()
-        work = Path(self.build_temp).resolve() / "mooncake_native"
+        work = ROOT / "build/native"  # kept, so that no way of building compiles anything twice
         inputs = [*binding.headers(), ROOT / "setup.py"]
         newest = max(path.stat().st_mtime for path in inputs)
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import click
 import pytest
-from mooncake_py.master.server import main as master
-from mooncake_py.store.node import main as node
 from tree import ROOT, files
 
 from mooncake_py import StoreClient, errors
+from mooncake_py.master.server import main as master
 from mooncake_py.ops.cli import cli
+from mooncake_py.store.node import main as node
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = ("README.md", "ARCHITECTURE.md")
