@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from mooncake_py import errors
 from mooncake_py.clock import Clock, Deadline, SystemClock
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError, error_of
@@ -31,7 +33,7 @@ from mooncake_py.model import (
     ReplicaPolicy,
 )
 from mooncake_py.store.buffers import Span, fresh_bytes, source_span, target_span
-from mooncake_py.store.get import BatchReader, ReadResult
+from mooncake_py.store.get import BatchReader, ReadResult, Targets
 from mooncake_py.store.host import host_id
 from mooncake_py.store.put import BatchWriter, PutJob
 from mooncake_py.store.segments import SegmentDirectory
@@ -226,25 +228,18 @@ class StoreClient:
             else 0
             for key, code in zip(keys, placements.status.tolist(), strict=True)
         ]
-        lengths = dict(
-            zip(
-                placements.rows["key_index"].tolist(),
-                placements.rows["length"].tolist(),
-                strict=True,
-            )
-        )
-        targets: list[Span | None] = [None] * len(keys)
-        for i, nbytes in lengths.items():
-            targets[i], outcomes[i] = _target(nbytes, given[i] if given else None, keys[i])
+        rows = placements.rows
+        lengths = dict(zip(rows["key_index"].tolist(), rows["length"].tolist(), strict=True))
+        if given is None:
+            targets, owners = _fresh_targets(len(keys), lengths, outcomes)
+        else:
+            targets, owners = _given_targets(keys, given, lengths, outcomes), {}
         result = self._reader.read(placements, targets, deadline)
-        for i, nbytes in lengths.items():
-            if targets[i] is None:
-                continue
-            code = result.codes[i]
-            if code != errors.OK:
-                outcomes[i] = _read_error(code, keys[i], nbytes)
-            elif nbytes <= 1 and given is None:
-                outcomes[i] = bytes(targets[i].owner)  # type: ignore[union-attr,arg-type]
+        for i in np.flatnonzero(targets.wanted & (result.codes != errors.OK)).tolist():
+            outcomes[i] = _read_error(int(result.codes[i]), keys[i], lengths[i])
+        for i, scratch in owners.items():
+            if not isinstance(outcomes[i], MooncakeError):
+                outcomes[i] = bytes(scratch)
         self._report(names, result, deadline)
         return outcomes
 
@@ -404,21 +399,44 @@ def _sized(span: Span) -> Span:
     return span
 
 
-def _target(nbytes: int, given: Span | None, key: str) -> tuple[Span | None, GetOutcome]:
-    """Where object `nbytes` long goes, and what the caller gets when that worked."""
-    if given is not None:
-        if given.nbytes < nbytes:
-            return None, UsageError(
-                f"the target has {given.nbytes} bytes, the object {nbytes}",
+def _given_targets(
+    keys: Sequence[str],
+    given: Sequence[Span],
+    lengths: dict[int, int],
+    outcomes: list[GetOutcome],
+) -> Targets:
+    """The caller's buffers. One that is too small is refused here, before any byte moves."""
+    sizes = np.fromiter((span.nbytes for span in given), dtype=np.uint64, count=len(given))
+    addresses = np.fromiter((span.address for span in given), dtype=np.uint64, count=len(given))
+    wanted = np.zeros(len(given), dtype=bool)
+    for i, nbytes in lengths.items():
+        if given[i].nbytes >= nbytes:
+            wanted[i] = True
+            outcomes[i] = nbytes
+        else:
+            outcomes[i] = UsageError(
+                f"the target has {given[i].nbytes} bytes, the object {nbytes}",
                 remedy="pass a target at least as large as the object; nothing was written",
-                key=key,
+                key=keys[i],
             )
-        return given, nbytes
-    if nbytes <= 1:
-        scratch = bytearray(nbytes)
-        return Span(target_span(scratch).address, nbytes, scratch), b""
-    value, span = fresh_bytes(nbytes)
-    return span, value
+    return Targets(addresses, sizes, wanted)
+
+
+def _fresh_targets(
+    count: int, lengths: dict[int, int], outcomes: list[GetOutcome]
+) -> tuple[Targets, dict[int, bytearray]]:
+    """New bytes objects, put into `outcomes` already; and scratch for those too short to be new."""
+    targets = Targets(np.zeros(count, np.uint64), np.zeros(count, np.uint64), np.zeros(count, bool))
+    scratch: dict[int, bytearray] = {}
+    for i, nbytes in lengths.items():
+        if nbytes <= 1:
+            scratch[i] = bytearray(nbytes)
+            span = target_span(scratch[i])
+        else:
+            outcomes[i], span = fresh_bytes(nbytes)
+        targets.addresses[i], targets.sizes[i] = span.address, nbytes
+        targets.wanted[i] = True
+    return targets, scratch
 
 
 def _read_error(code: int, key: str, nbytes: int) -> MooncakeError:

@@ -22,14 +22,15 @@ from mooncake_py.clock import Deadline
 from mooncake_py.errors import MooncakeError
 from mooncake_py.master.client import Placements, Segment
 from mooncake_py.model import EXTENT_HEADER_BYTES
-from mooncake_py.store.buffers import Span
 from mooncake_py.store.segments import Reach, SegmentDirectory
 from mooncake_py.transfer import FLAG_CRC, FLAG_FENCE, SLICE, TransferEngine
 from mooncake_py.wire.rows import EXTENT
 
-Rows = npt.NDArray[np.void]
+Rows = npt.NDArray[np.void]  # of PLACEMENT or EXTENT
 Statuses = npt.NDArray[np.int32]
 Addresses = npt.NDArray[np.uint64]
+
+_MISS = errors.ObjectNotFound.code
 
 
 @dataclass(slots=True)
@@ -43,10 +44,19 @@ class BrokenPlacement:
 
 
 @dataclass(slots=True)
+class Targets:
+    """Where each key's bytes go: parallel to the keys. A key that is not `wanted` is left out."""
+
+    addresses: Addresses
+    sizes: Addresses  # bytes that fit
+    wanted: npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
 class ReadResult:
     """`codes[i]` of key i: 0 when its target holds the object."""
 
-    codes: list[int]
+    codes: npt.NDArray[np.int64]
     broken: list[BrokenPlacement] = field(default_factory=list)
 
 
@@ -57,56 +67,45 @@ class BatchReader:
         self._engine = engine
         self._directory = directory
 
-    def read(
-        self, placements: Placements, targets: Sequence[Span | None], deadline: Deadline
-    ) -> ReadResult:
-        """Fill `targets` (None: leave that key out). Raises nothing for a single key's failure."""
-        result = ReadResult([errors.ObjectNotFound.code] * len(targets))
-        rows = placements.rows
-        wanted = np.array([target is not None for target in targets], dtype=bool)
-        pending = rows[wanted[rows["key_index"]]] if len(rows) else rows
+    def read(self, placements: Placements, targets: Targets, deadline: Deadline) -> ReadResult:
+        """Fill the targets. Raises nothing for a single key's failure."""
+        result = ReadResult(np.full(len(targets.wanted), _MISS, dtype=np.int64))
+        pending = placements.rows[targets.wanted[placements.rows["key_index"]]]
         while len(pending):
-            # Rows of a key lie together; its first row is this round's replica.
-            keys, first = np.unique(pending["key_index"], return_index=True)
+            keys = pending["key_index"]
             if deadline.passed():
-                for key in keys:
-                    result.codes[int(key)] = errors.TransferTimeout.code
+                result.codes[keys] = errors.TransferTimeout.code
                 break
-            now = pending[first]
-            failed = self._round(placements.segments, now, targets, deadline, result)
-            rest = np.delete(pending, first)
-            pending = rest[np.isin(rest["key_index"], failed)] if len(rest) else rest
+            # Rows of a key lie together; its first row is this round's replica.
+            first = np.ones(len(keys), dtype=bool)
+            np.not_equal(keys[1:], keys[:-1], out=first[1:])
+            self._round(placements.segments, pending[first], targets, deadline, result)
+            rest = pending[~first]
+            pending = rest[result.codes[rest["key_index"]] != errors.OK]
         return result
 
     def _round(
         self,
         segments: Sequence[Segment],
         rows: Rows,
-        targets: Sequence[Span | None],
+        targets: Targets,
         deadline: Deadline,
         result: ReadResult,
-    ) -> list[int]:
-        failed: list[int] = []
-        for index in np.unique(rows["segment_index"]):
+    ) -> None:
+        at = rows["segment_index"]
+        for index in np.unique(at) if (at != at[0]).any() else at[:1]:
             segment = segments[int(index)]
-            mine = rows[rows["segment_index"] == index]
-            statuses = self._read_segment(segment, mine, targets, deadline)
-            for row, status in zip(mine, statuses, strict=True):
-                key = int(row["key_index"])
-                result.codes[key] = code = -int(status)
-                if code != errors.OK:
-                    failed.append(key)
-                    result.broken.append(
-                        BrokenPlacement(key, int(row["generation"]), segment.segment_id, code)
-                    )
-        return failed
+            mine = rows[at == index]
+            codes = -self._read_segment(segment, mine, targets, deadline).astype(np.int64)
+            result.codes[mine["key_index"]] = codes
+            for row in np.flatnonzero(codes):
+                key, generation = int(mine["key_index"][row]), int(mine["generation"][row])
+                result.broken.append(
+                    BrokenPlacement(key, generation, segment.segment_id, int(codes[row]))
+                )
 
     def _read_segment(
-        self,
-        segment: Segment,
-        rows: Rows,
-        targets: Sequence[Span | None],
-        deadline: Deadline,
+        self, segment: Segment, rows: Rows, targets: Targets, deadline: Deadline
     ) -> Statuses:
         """One status a row, native sign. Never raises for what the peer or network does."""
         statuses = np.zeros(len(rows), dtype=np.int32)
@@ -116,13 +115,11 @@ class BatchReader:
             statuses[:] = -error.code
             return statuses
         extents = _extent_rows(rows)
-        spans = [targets[key] for key in rows["key_index"].tolist()]
-        addresses = np.fromiter((s.address for s in spans if s), dtype=np.uint64, count=len(rows))
-        if reach.mapping is not None:
-            sizes = np.fromiter((s.nbytes for s in spans if s), dtype=np.uint64, count=len(rows))
-            memory.extent_read(
-                reach.mapping.base, reach.mapping.nbytes, extents, addresses, sizes, statuses
-            )
+        addresses = targets.addresses[rows["key_index"]]
+        mapping = reach.mapping
+        if mapping is not None:
+            sizes = targets.sizes[rows["key_index"]]
+            memory.extent_read(mapping.base, mapping.nbytes, extents, addresses, sizes, statuses)
         else:
             self._read_remote(reach, extents, addresses, statuses, deadline)
         return statuses

@@ -27,7 +27,7 @@ from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest
 
 INLINE_VALUE_MAX_BYTES = 16 << 10  # below, copying into the message costs less than a region
 _REVOKE_MS = 50  # a put that ran out of time still tries this long to give its space back
-INLINE_BATCH_MAX_BYTES = 512 << 10  # of one message; keeps it far under every message limit
+INLINE_BATCH_MAX_BYTES = 64 << 10  # a batch with more is read by the node instead
 
 
 Codes = npt.NDArray[np.int64]
