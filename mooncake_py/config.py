@@ -47,6 +47,7 @@ class MasterSettings:
     message_bytes_max: int = 32 << 20  # longest request accepted
     call_ms_max: int = 30_000  # a call without a deadline of its own gets this one
     commit_bytes_max: int = 64 << 20  # records waiting for the disk; beyond it: Backpressure
+    commit_linger_ms: int = 5  # records that nobody waits for are collected this long
     commit_retry_ms: int = 500  # between attempts while the metadata store refuses writes
     snapshot_record_bytes: int = 64 << 20  # records after which the catalog is written anew
     stop_ms: int = 3_000  # what a clean stop may take

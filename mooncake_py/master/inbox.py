@@ -47,6 +47,7 @@ class Limits:
     queue_bytes_max: int
     urgent_calls_max: int
     commit_bytes_max: int
+    commit_linger_ms: int
     commit_retry_ms: int
     snapshot_record_bytes: int
     tick_ms: int

@@ -1,9 +1,12 @@
 """The thread that makes records durable, and the replies that wait for it.
 
 Group commit: everything that came while one transaction ran goes into the next one, so no call pays
-for a disk's flush of its own. While the store refuses writes, `obstacle` says so (calls that change
-the catalog are refused with it), replies that were waiting are answered with it, and the records
-stay here and are tried again, in order: the catalog has them already, so nothing may overtake them.
+for a disk's flush of its own. Records that no reply waits for stay `commit_linger_ms` for company:
+a transaction and two thread switches for each single put would cost more than the put.
+
+While the store refuses writes, `obstacle` says so (calls that change the catalog are refused with
+it), replies that were waiting are answered with it, and the records stay here and are tried again,
+in order: the catalog has them already, so nothing may overtake them.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ class Writer:
         self._changed = threading.Condition()
         self._waiting: list[_Commit | _Snapshot] = []
         self._waiting_nbytes = 0
+        self._pressing = False  # somebody waits for what is queued
         self._closing = False
         self._failure: MooncakeError | None = None
         self._commits = metrics.counter("metadata_commits_total", "Transactions of records")
@@ -81,10 +85,10 @@ class Writer:
         return None
 
     def commit(self, records: Sequence[bytes], replies: list[tuple[Call, bytes]]) -> None:
-        self._queue(_Commit(records, replies), sum(map(len, records)))
+        self._queue(_Commit(records, replies), sum(map(len, records)), pressing=bool(replies))
 
     def snapshot(self, payload: bytes) -> None:
-        self._queue(_Snapshot(payload), 0)
+        self._queue(_Snapshot(payload), 0, pressing=True)
 
     def close(self, timeout_ms: int) -> None:
         """Write what waits (one attempt), close the store. False sense of safety is avoided: what
@@ -98,11 +102,16 @@ class Writer:
             return
         self._store.close()
 
-    def _queue(self, entry: _Commit | _Snapshot, nbytes: int) -> None:
+    def _queue(self, entry: _Commit | _Snapshot, nbytes: int, *, pressing: bool) -> None:
         with self._changed:
             self._waiting.append(entry)
             self._waiting_nbytes += nbytes
-            self._changed.notify()
+            self._pressing |= pressing
+            if pressing or len(self._waiting) == 1:
+                self._changed.notify()
+
+    def _ready(self) -> bool:
+        return self._pressing or self._closing
 
     def _run(self) -> None:
         backlog: list[_Commit | _Snapshot] = []
@@ -111,7 +120,10 @@ class Writer:
             with self._changed:
                 if not self._waiting and not self._closing:
                     self._changed.wait(self._limits.commit_retry_ms / 1000 if backlog else None)
+                if self._waiting:
+                    self._changed.wait_for(self._ready, self._limits.commit_linger_ms / 1000)
                 taken, self._waiting = self._waiting, []
+                self._pressing = False
                 closing = self._closing
             backlog += taken
             try:

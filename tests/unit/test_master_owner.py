@@ -31,6 +31,7 @@ LIMITS = Limits(
     queue_bytes_max=1_000,
     urgent_calls_max=3,
     commit_bytes_max=10_000,
+    commit_linger_ms=0,
     commit_retry_ms=5,
     snapshot_record_bytes=1 << 30,
     tick_ms=50,
