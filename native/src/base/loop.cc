@@ -46,6 +46,7 @@ void Loop::stop() {
   sources.swap(sources_);
   posted.swap(posted_);
   timers.swap(timers_);
+  timer_times_.clear();
 }
 
 int32_t Loop::add(std::shared_ptr<Source> source, int fd, uint32_t events) {

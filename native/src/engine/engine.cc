@@ -7,6 +7,7 @@
 
 #include "engine/greeter.h"
 #include "engine/hello.h"
+#include "transport/fake/fake_endpoint.h"
 
 namespace mc {
 namespace {
@@ -206,10 +207,16 @@ std::shared_ptr<Peer> Engine::peer_of(const Endpoint& endpoint) {
   return found == peers_.end() ? nullptr : found->second;
 }
 
-std::shared_ptr<StreamEndpoint> Engine::make_stream(uint32_t /*choice*/, Introduction who,
+std::shared_ptr<StreamEndpoint> Engine::make_stream(uint32_t choice, Introduction who,
                                                     std::string reason) {
-  return std::make_shared<StreamEndpoint>(*this, std::move(who), stream_limits(),
-                                          std::move(reason));
+  if (choice != MC_TRANSPORT_FAKE) {
+    return std::make_shared<StreamEndpoint>(*this, std::move(who), stream_limits(),
+                                            std::move(reason));
+  }
+  const FaultPlan plan{settings_.fault_seed + fakes_++, settings_.fault_loss_ppm,
+                       settings_.fault_corrupt_ppm, settings_.fault_cut_ppm,
+                       settings_.fault_delay_us};
+  return std::make_shared<FakeEndpoint>(*this, std::move(who), stream_limits(), plan);
 }
 
 StreamLimits Engine::stream_limits() const {

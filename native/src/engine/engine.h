@@ -129,7 +129,7 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   RegionTable regions_;
   MessageQueue queue_;
   std::vector<std::shared_ptr<Listener>> listeners_;
-  std::atomic<uint64_t> refused_{0}, next_correlation_{1}, strangers_{0};
+  std::atomic<uint64_t> refused_{0}, next_correlation_{1}, strangers_{0}, fakes_{0};
 
   std::mutex mutex_;
   std::condition_variable calls_left_, opened_;

@@ -101,11 +101,11 @@ void Batch::complete_locked(uint64_t i, int32_t status) {
   progress_[i].complete = true;
   slices_[i].status = status;
   if (--open_ > 0) return;
+  done_.set();  // before the descriptor says so
   if (event_fd_) {
     const uint64_t one = 1;
     (void)!write(event_fd_.get(), &one, sizeof one);
   }
-  done_.set();
 }
 
 void Batch::finish(int32_t status, const char* reason) {

@@ -128,6 +128,7 @@ bool StreamEndpoint::issue_batch(const std::shared_ptr<Batch>& batch, const Lane
       batch->part_done(part, MC_E_PEER_UNREACHABLE, 0, "the peer is gone");
       continue;
     }
+    if (!passes(part)) continue;
     if (part.op == MC_OP_READ) {
       (*reads)[i].push_back({tag, part.region, 0, part.remote_offset, part.length});
     } else {
@@ -137,8 +138,7 @@ bool StreamEndpoint::issue_batch(const std::shared_ptr<Batch>& batch, const Lane
   return false;
 }
 
-void StreamEndpoint::issue_write(Connection& lane, const std::shared_ptr<Batch>& batch,
-                                 const Part& part, uint64_t tag) {
+FrameHead StreamEndpoint::write_head(const Part& part, uint64_t tag) {
   FrameHead head;
   head.type = FrameType::kWrite;
   head.tag = tag;
@@ -146,7 +146,12 @@ void StreamEndpoint::issue_write(Connection& lane, const std::shared_ptr<Batch>&
   head.b = part.crc ? kWriteCrc : 0;
   head.c = part.remote_offset;
   head.nbytes = static_cast<uint32_t>(part.length);
-  lane.out().push(head, batch, part.local);
+  return head;
+}
+
+void StreamEndpoint::issue_write(Connection& lane, const std::shared_ptr<Batch>& batch,
+                                 const Part& part, uint64_t tag) {
+  lane.out().push(write_head(part, tag), batch, part.local);
 }
 
 void StreamEndpoint::issued(Connection& lane) {

@@ -55,6 +55,9 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
                                        const uint8_t* bytes);
 
  protected:
+  // False: the part is not sent, as if it had been lost on the way. Called in issue().
+  virtual bool passes(const Part&) { return true; }
+  static FrameHead write_head(const Part& part, uint64_t tag);
   // How a write travels; default: its bytes are pushed. Called in issue().
   virtual uint64_t write_part_max() const { return kPartMax; }
   virtual void issue_write(Connection& lane, const std::shared_ptr<Batch>& batch, const Part& part,

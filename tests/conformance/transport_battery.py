@@ -1,0 +1,470 @@
+"""What every transport promises (rules in `native/src/transport/transport.h`).
+
+A transport joins with a class derived from `TransportBattery` that names it; it brings no new test
+idea. Each promise is tested with the far engine in this process and in one of its own, except
+where a transport lives in one process only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from transport_far import COMMAND, ECHO, NOTE, SILENCE, Far, pattern
+
+from mooncake_py._native.memory import address_of, crc32c
+from mooncake_py.errors import (
+    AccessRefused,
+    MooncakeError,
+    PeerUnreachable,
+    TransferCancelled,
+    TransferTimeout,
+    UsageError,
+)
+from mooncake_py.transfer import (
+    FLAG_CRC,
+    FLAG_FENCE,
+    EngineOptions,
+    Memory,
+    TransferEngine,
+    make_slices,
+)
+
+MS = 10_000  # longer than anything here takes; no test waits for it to pass
+PART = 1 << 20  # slices are cut into parts of this size on a stream
+SIZES = [0, 1, 63, 4096, 8192, 8193, 65_536, PART - 1, PART, PART + 1, 3 * PART + 7]
+FAR_PROGRAM = str(Path(__file__).with_name("transport_far.py"))
+
+
+class Pair:
+    """An engine here, one there, and the peer that joins them."""
+
+    def __init__(self, near: TransferEngine, address: str, process: Any = None) -> None:
+        self.near = near
+        self.address = address
+        self.process = process
+        self.peer = near.open(address, timeout_ms=MS)
+
+    def tell(self, do: str, **arguments: object) -> Any:
+        payload = json.dumps({"do": do, **arguments}).encode()
+        answer = json.loads(self.peer.request(COMMAND, payload, timeout_ms=MS))
+        assert "failed" not in answer, answer
+        return answer["done"]
+
+    def region(
+        self, nbytes: int | list[int], kind: str = "memfd", access: str = "read", seed: int = 7
+    ) -> int:
+        sizes = nbytes if isinstance(nbytes, list) else [nbytes]
+        return int(self.tell("register", kind=kind, sizes=sizes, seed=seed, access=access)[0])
+
+
+def slices_for(region: int, target: np.ndarray, pieces: list[tuple[int, int]]) -> np.ndarray:
+    """One slice for each (remote offset, length); they lie one after the other in `target`."""
+    slices = make_slices(len(pieces))
+    slices["region"] = region
+    slices["remote_offset"] = [offset for offset, _ in pieces]
+    slices["length"] = [length for _, length in pieces]
+    starts = np.cumsum([0, *(length for _, length in pieces)])[:-1]
+    slices["local"] = address_of(target)[0] + starts
+    return slices
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test in each place where the transport lives."""
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", metafunc.cls.places)
+
+
+class TransportBattery:
+    name: ClassVar[str]
+    places: ClassVar[tuple[str, ...]] = ("thread", "process")
+    maps: ClassVar[bool] = False  # peers' memfds can be mapped
+
+    @contextmanager
+    def pair(self, place: str, **options: Any) -> Iterator[Pair]:
+        given = EngineOptions(listen="127.0.0.1:0", transports=(self.name,), **options)
+        near = TransferEngine(given)
+        if place == "thread":
+            far = Far(given)
+            thread = threading.Thread(target=far.serve)
+            thread.start()
+            try:
+                yield Pair(near, far.engine.address)
+            finally:
+                near.close()
+                far.engine.close()
+                thread.join()
+            return
+        process = start_far(given)
+        try:
+            yield Pair(near, process.stdout.readline().strip(), process)
+        finally:
+            near.close()
+            process.kill()
+            process.communicate()
+
+    @pytest.fixture
+    def two(self, place: str) -> Iterator[Pair]:
+        with self.pair(place) as pair:
+            yield pair
+
+    # ---- messages
+
+    def test_the_transport_is_the_one_that_was_asked_for(self, two: Pair) -> None:
+        assert two.peer.transport == self.name
+        (described,) = two.near.describe()["peers"]
+        assert described["transport"] == self.name
+        assert described["reason"]
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4096, 131_072, 1_000_003])
+    def test_a_request_gets_the_reply_to_it(self, two: Pair, nbytes: int) -> None:
+        payload = pattern(nbytes, 1).tobytes()
+        for form in (payload, bytearray(payload), memoryview(payload)):
+            assert two.peer.request(ECHO, form, timeout_ms=MS) == payload
+
+    def test_one_way_messages_arrive_in_order(self, two: Pair) -> None:
+        sent = [f"{i} {'x' * (i * 97 % 5000)}" for i in range(300)]
+        for text in sent:
+            two.peer.send(NOTE, text.encode(), timeout_ms=MS)
+        assert two.tell("notes") == sent
+
+    def test_a_message_above_the_limit_is_refused_here(self, place: str) -> None:
+        with self.pair(place, message_max_bytes=1000) as two:
+            assert len(two.peer.request(ECHO, bytes(1000), timeout_ms=MS)) == 1000
+            with pytest.raises(UsageError, match="1001"):
+                two.peer.request(ECHO, bytes(1001), timeout_ms=MS)
+            assert two.peer.request(ECHO, b"still there", timeout_ms=MS) == b"still there"
+
+    def test_a42_a_timed_out_request_leaves_the_peer_usable(self, two: Pair) -> None:
+        for _ in range(3):
+            with pytest.raises(TransferTimeout):
+                two.peer.request(SILENCE, b"", timeout_ms=20)
+        assert two.peer.request(ECHO, b"next", timeout_ms=MS) == b"next"
+
+    def test_a51_many_threads_get_their_own_answers(self, two: Pair) -> None:
+        wrong: list[object] = []
+        region = two.region(PART)
+        expected = pattern(PART, 7)
+
+        def work(number: int) -> None:
+            target = np.zeros(5000, np.uint8)
+            for i in range(60):
+                text = f"{number} {i}".encode()
+                if two.peer.request(ECHO, text, timeout_ms=MS) != text:
+                    wrong.append(text)
+                offset = (number * 7919 + i * 104_729) % (PART - 5000)
+                slices = slices_for(region, target, [(offset, 5000)])
+                two.near.read(two.peer, slices, timeout_ms=MS)
+                if not np.array_equal(target, expected[offset : offset + 5000]):
+                    wrong.append((number, i))
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+    # ---- reads and writes
+
+    @pytest.mark.parametrize("kind", ["memfd", "heap"])
+    def test_reads_of_every_size_bring_the_right_bytes(self, two: Pair, kind: str) -> None:
+        region = two.region(4 * PART, kind)
+        source = pattern(4 * PART, 7)
+        for offset in (0, 1, 4095):
+            target = np.full(sum(SIZES) + 1, 0xEE, np.uint8)
+            slices = slices_for(region, target, [(offset, size) for size in SIZES])
+            slices["flags"] = FLAG_CRC
+            two.near.read(two.peer, slices, timeout_ms=MS)
+            at = 0
+            for row, size in zip(slices, SIZES, strict=True):
+                piece = target[at : at + size]
+                assert np.array_equal(piece, source[offset : offset + size])
+                assert row["crc"] == crc32c(piece)
+                assert row["status"] == 0
+                at += size
+            assert target[-1] == 0xEE  # nothing behind the last slice
+
+    @pytest.mark.parametrize("kind", ["memfd", "heap"])
+    def test_writes_of_every_size_arrive_before_success(self, two: Pair, kind: str) -> None:
+        region = two.region(sum(SIZES), kind, "read_write")
+        source = pattern(sum(SIZES), 99)
+        offsets = np.cumsum([0, *SIZES])[:-1]
+        slices = slices_for(region, source, list(zip(offsets.tolist(), SIZES, strict=True)))
+        slices["flags"] = FLAG_CRC
+        two.near.write(two.peer, slices, timeout_ms=MS)
+        assert two.tell("crc", region=region) == crc32c(source)
+        for row, offset, size in zip(slices, offsets, SIZES, strict=True):
+            assert row["crc"] == crc32c(source[offset : offset + size])
+
+    def test_a_region_of_many_pieces_reads_as_one(self, two: Pair) -> None:
+        sizes = [1, 4096, 3, 70_000, 12_345, PART]
+        region = two.region(sizes, "heap", "read_write")
+        whole = np.concatenate([pattern(n, 7 + i) for i, n in enumerate(sizes)])
+        target = np.zeros(whole.size, np.uint8)
+        two.near.read(two.peer, slices_for(region, target, [(0, whole.size)]), timeout_ms=MS)
+        assert np.array_equal(target, whole)
+        fresh = pattern(whole.size - 2, 5)
+        two.near.write(two.peer, slices_for(region, fresh, [(1, fresh.size)]), timeout_ms=MS)
+        whole[1:-1] = fresh
+        assert two.tell("crc", region=region) == crc32c(whole)
+
+    def test_thousands_of_slices_in_one_batch(self, two: Pair) -> None:
+        region = two.region(PART)
+        source = pattern(PART, 7)
+        n, length = 6000, 100
+        offsets = (np.arange(n) * 7919) % (PART - length)
+        target = np.zeros(n * length, np.uint8)
+        slices = slices_for(region, target, [(int(offset), length) for offset in offsets])
+        two.near.read(two.peer, slices, timeout_ms=MS)
+        expected = source[offsets[:, None] + np.arange(length)]
+        assert np.array_equal(target.reshape(n, length), expected)
+
+    def test_a34_what_is_outside_is_refused_slice_by_slice(self, two: Pair) -> None:
+        region = two.region(4096, access="read_write")
+        huge = (1 << 64) - 1
+        good = [(0, 4096), (4096, 0), (4095, 1)]
+        bad = [(4096, 1), (1, 4096), (huge, 1), (huge - 4095, 4096), (0, 4097)]
+        for act in (two.near.read, two.near.write):
+            target = np.zeros(4 * 4097, np.uint8)
+            slices = make_slices(len(good + bad) + 1)
+            slices["region"] = region
+            slices["remote_offset"][:-1] = np.array([o for o, _ in good + bad], np.uint64)
+            slices["length"][:-1] = [n for _, n in good + bad]
+            slices["local"] = address_of(target)[0]
+            slices["region"][-1] = 999  # never registered
+            slices["length"][-1] = 1
+            with pytest.raises(AccessRefused):
+                act(two.peer, slices, timeout_ms=MS)
+            statuses = slices["status"].tolist()
+            assert statuses == [0] * len(good) + [-AccessRefused.code] * (len(bad) + 1)
+        assert two.peer.request(ECHO, b"alive", timeout_ms=MS) == b"alive"
+
+    def test_a_region_for_reading_refuses_writes(self, two: Pair) -> None:
+        region = two.region(4096)
+        before = two.tell("crc", region=region)
+        source = pattern(4096, 3)
+        with pytest.raises(AccessRefused):
+            two.near.write(two.peer, slices_for(region, source, [(0, 4096)]), timeout_ms=MS)
+        assert two.tell("crc", region=region) == before
+
+    def test_after_deregistering_every_access_is_refused(self, two: Pair) -> None:
+        region = two.region(2 * PART, access="read_write")
+        target = np.zeros(2 * PART, np.uint8)
+        slices = slices_for(region, target, [(0, 2 * PART)])
+        two.near.read(two.peer, slices, timeout_ms=MS)
+        two.tell("deregister", region=region)
+        for act in (two.near.read, two.near.write):
+            with pytest.raises(AccessRefused):
+                act(two.peer, slices, timeout_ms=MS)
+        assert two.region(4096) > region  # ids are never used again
+
+    def test_deregistering_during_reads_ends_them_or_lets_them_finish(self, two: Pair) -> None:
+        source = pattern(8 * PART, 7)
+        for kind in ("memfd", "heap"):
+            region = two.region(8 * PART, kind)
+            target = np.zeros(8 * PART, np.uint8)
+            slices = slices_for(region, target, [(i * PART, PART) for i in range(8)])
+            slices["op"] = 1
+            batch = two.near.submit(two.peer, slices, timeout_ms=MS)
+            two.tell("deregister", region=region)
+            with suppress(AccessRefused):
+                batch.wait(MS)
+            assert batch.done()
+            for i, row in enumerate(slices):
+                assert row["status"] in (0, -AccessRefused.code)
+                if row["status"] == 0:
+                    here = slice(i * PART, (i + 1) * PART)
+                    assert np.array_equal(target[here], source[here])
+
+    def test_both_sides_may_read_whoever_connected(self, two: Pair) -> None:
+        memory = Memory(PART)
+        np.frombuffer(memory.view(), np.uint8)[:] = pattern(PART, 21)
+        heap = pattern(PART + 5, 22)
+        for buffer, expected in ((memory, crc32c(memory.view())), (heap, crc32c(heap))):
+            region = two.near.register(buffer)
+            nbytes = region.nbytes
+            assert two.tell("read_back", region=region.id, nbytes=nbytes) == expected
+            region.close()
+
+    def test_a_fenced_slice_waits_for_those_before_it(self, two: Pair) -> None:
+        region = two.region(2 * PART, "heap", "read_write")
+        first, second = pattern(2 * PART, 31), pattern(100, 32)
+        back = np.zeros(2 * PART, np.uint8)
+        slices = make_slices(3)
+        slices["op"] = [2, 2, 1]  # write all, write over its middle, read all back
+        slices["region"] = region
+        slices["remote_offset"] = [0, 1000, 0]
+        slices["length"] = [2 * PART, 100, 2 * PART]
+        slices["local"] = [address_of(first)[0], address_of(second)[0], address_of(back)[0]]
+        slices["flags"] = [0, FLAG_FENCE, FLAG_FENCE]
+        with two.near.submit(two.peer, slices, timeout_ms=MS) as batch:
+            batch.wait(MS)
+        first[1000:1100] = second
+        assert np.array_equal(back, first)
+
+    def test_a_call_that_is_wrong_moves_nothing(self, two: Pair) -> None:
+        region = two.region(4096)
+        target = np.zeros(4096, np.uint8)
+        slices = slices_for(region, target, [(0, 4096), (0, 16)])
+        slices["flags"][1] = 1 << 20
+        with pytest.raises(UsageError, match="slice 1"):
+            two.near.read(two.peer, slices, timeout_ms=MS)
+        assert not target.any()
+
+    # ---- batches
+
+    def test_a_batch_is_done_by_itself(self, two: Pair) -> None:
+        region = two.region(2 * PART)
+        target = np.zeros(2 * PART, np.uint8)
+        slices = slices_for(region, target, [(0, 2 * PART)])
+        slices["op"] = 1
+        for _ in range(3):
+            target[:] = 0
+            batch = two.near.submit(two.peer, slices, timeout_ms=MS)
+            readable, _, _ = select.select([batch], [], [], MS / 1000)
+            assert readable
+            assert batch.done()
+            batch.wait(0)
+            assert np.array_equal(target, pattern(2 * PART, 7))
+            batch.close()
+
+    def test_a_cancelled_batch_is_over_at_once(self, two: Pair) -> None:
+        region = two.region(8 * PART, "heap")
+        target = np.zeros(8 * PART, np.uint8)
+        slices = slices_for(region, target, [(i * PART, PART) for i in range(8)])
+        slices["op"] = 1
+        for _ in range(5):
+            batch = two.near.submit(two.peer, slices, timeout_ms=MS)
+            batch.cancel()
+            after = target.copy()
+            with suppress(TransferCancelled):
+                batch.wait(0)
+            assert batch.done()
+            assert two.peer.request(ECHO, b"x", timeout_ms=MS) == b"x"
+            assert np.array_equal(target, after)
+            batch.close()
+
+    def test_mapping_a_region_of_the_peer(self, two: Pair) -> None:
+        region, heap = two.region(PART), two.region(PART, "heap")
+        if self.maps:
+            mapping = two.peer.map(region, timeout_ms=MS)
+            view = mapping.view()
+            mapping.close()
+            assert view.readonly
+            assert np.array_equal(np.frombuffer(view, np.uint8), pattern(PART, 7))
+        else:
+            with pytest.raises(AccessRefused):
+                two.peer.map(region, timeout_ms=MS)
+        with pytest.raises(AccessRefused):
+            two.peer.map(heap, timeout_ms=MS)
+
+    # ---- the end of a peer
+
+    def test_waiters_end_when_the_engine_closes(self, two: Pair) -> None:
+        ended: list[type[Exception] | None] = []
+        started = threading.Barrier(3)
+
+        def ask() -> None:
+            started.wait()
+            with pytest.raises(MooncakeError) as failure:
+                two.peer.request(SILENCE, b"", timeout_ms=MS)
+            ended.append(failure.type)
+
+        def listen() -> None:
+            started.wait()
+            assert two.near.receive(MS) is None
+            ended.append(None)
+
+        threads = [threading.Thread(target=work) for work in (ask, listen)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        two.near.close()
+        for thread in threads:
+            thread.join()
+        assert set(ended) == {TransferCancelled, None}
+
+    def test_a43_waiters_end_when_the_peer_dies(self, two: Pair) -> None:
+        failures: list[BaseException] = []
+        asking = threading.Event()
+
+        def ask() -> None:
+            asking.set()
+            with pytest.raises(PeerUnreachable) as failure:
+                two.peer.request(SILENCE, b"", timeout_ms=MS)
+            failures.append(failure.value)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        asking.wait()
+        if two.process is not None:
+            two.process.kill()
+        else:
+            two.tell("stop")
+        thread.join()
+        assert len(failures) == 1
+        with pytest.raises(PeerUnreachable):
+            two.peer.request(ECHO, b"", timeout_ms=MS)
+        with pytest.raises(PeerUnreachable):
+            assert two.peer.transport
+
+    def test_a42_a_restarted_peer_is_a_new_peer(self, two: Pair) -> None:
+        if two.process is None:
+            two.tell("stop")
+        else:
+            two.process.kill()
+            two.process.communicate()
+        with pytest.raises(MooncakeError):
+            two.peer.request(SILENCE, b"", timeout_ms=MS)
+        options = EngineOptions(listen=two.address, transports=(self.name,))
+        far = Far(options)
+        thread = threading.Thread(target=far.serve)
+        thread.start()
+        again = two.near.open(two.address, timeout_ms=MS)
+        assert again.id != two.peer.id
+        assert again.request(ECHO, b"back", timeout_ms=MS) == b"back"
+        far.engine.close()
+        thread.join()
+
+    def test_after_a_timeout_nothing_is_written(self, two: Pair) -> None:
+        """A peer that is stopped in the middle and goes on later finds no memory to write."""
+        if two.process is None:
+            pytest.skip("only a process can be stopped")
+        region = two.region(64 * PART, "heap")
+        target = np.zeros(64 * PART, np.uint8)
+        slices = slices_for(region, target, [(0, 64 * PART)])
+        slices["op"] = 1
+        batch = two.near.submit(two.peer, slices, timeout_ms=MS)
+        os.kill(two.process.pid, signal.SIGSTOP)
+        batch.cancel()
+        target[:] = 0xAA
+        with pytest.raises(TransferTimeout):
+            two.peer.request(ECHO, b"", timeout_ms=50)
+        os.kill(two.process.pid, signal.SIGCONT)
+        assert two.peer.request(ECHO, b"on", timeout_ms=MS) == b"on"
+        assert (target == 0xAA).all()
+
+
+def start_far(options: EngineOptions) -> Any:
+    given = {name: value for name, value in asdict(options).items() if name != "faults"}
+    return subprocess.Popen(
+        [sys.executable, FAR_PROGRAM, json.dumps(given)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )

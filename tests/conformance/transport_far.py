@@ -1,0 +1,131 @@
+"""The far side of the transport battery: an engine that does what it is told by messages.
+
+Runs in a thread of the test or, as a program, in a process of its own:
+    python transport_far.py '{"listen": "127.0.0.1:0", "transports": ["tcp"]}'
+prints its address, and ends when told to or when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from mooncake_py._native.memory import address_of, crc32c
+from mooncake_py.errors import MooncakeError
+from mooncake_py.transfer import EngineOptions, Memory, Message, TransferEngine, make_slices
+
+ECHO, COMMAND, NOTE, SILENCE = 1, 2, 3, 4
+RECEIVE_MS = 60_000
+
+
+def pattern(nbytes: int, seed: int) -> np.ndarray:
+    """Bytes that differ at every offset and for every seed."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+class Far:
+    """Serves until told to stop. `notes` are the one-way messages it got, in order."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.engine = TransferEngine(options)
+        self.notes: list[bytes] = []
+        self.memory: dict[int, Any] = {}
+        self.regions: dict[int, Any] = {}
+        self.serving = True
+
+    def serve(self) -> None:
+        while self.serving:
+            message = self.engine.receive(RECEIVE_MS)
+            if message is None:
+                return
+            self.handle(message)
+        self.engine.close()
+
+    def handle(self, message: Message) -> None:
+        if message.kind == NOTE:
+            self.notes.append(message.payload)
+        elif message.kind == ECHO:
+            self.answer(message, message.payload)
+        elif message.kind == COMMAND:
+            command = json.loads(message.payload)
+            try:
+                done = getattr(self, "do_" + command.pop("do"))(message, **command)
+                self.answer(message, json.dumps({"done": done}).encode())
+            except MooncakeError as error:
+                failed = {"failed": type(error).__name__, "why": str(error)}
+                self.answer(message, json.dumps(failed).encode())
+
+    def answer(self, message: Message, payload: bytes) -> None:
+        try:
+            self.engine.reply(message, payload)
+        except MooncakeError:
+            if self.serving:  # the caller is gone; that is its affair
+                return
+
+    def do_register(
+        self, _: Message, kind: str, sizes: list[int], seed: int, access: str
+    ) -> list[int]:
+        parts = []
+        for i, nbytes in enumerate(sizes):
+            memory: Any = Memory(nbytes) if kind == "memfd" else np.zeros(nbytes, np.uint8)
+            view = np.frombuffer(memory.view(), np.uint8) if kind == "memfd" else memory
+            view[:nbytes] = pattern(nbytes, seed + i)
+            parts.append((memory, view[:nbytes]))
+        region = self.engine.register([memory for memory, _ in parts], access=access)
+        self.regions[region.id] = region
+        self.memory[region.id] = parts
+        return [region.id, region.nbytes]
+
+    def do_deregister(self, _: Message, region: int) -> None:
+        self.regions.pop(region).close()
+
+    def do_crc(self, _: Message, region: int) -> int:
+        crc = 0
+        for _, view in self.memory[region]:
+            crc = crc32c(view, crc)
+        return crc
+
+    def do_notes(self, _: Message) -> list[str]:
+        return [note.decode() for note in self.notes]
+
+    def do_read_back(self, message: Message, region: int, nbytes: int) -> int:
+        """Read from whoever sent this, over the connection it came by; the crc of it."""
+        target = np.zeros(nbytes, np.uint8)
+        slices = make_slices(1)
+        slices["region"], slices["length"], slices["local"] = region, nbytes, address_of(target)[0]
+        self.engine.read(self.engine.peer(message.peer_id), slices, timeout_ms=5_000)
+        return crc32c(target)
+
+    def do_describe(self, _: Message) -> dict[str, Any]:
+        return self.engine.describe()
+
+    def do_stop(self, _: Message) -> None:
+        self.serving = False
+
+
+def options_of(text: str) -> EngineOptions:
+    given = json.loads(text)
+    given["transports"] = tuple(given["transports"])
+    return EngineOptions(**given)
+
+
+def main() -> None:
+    far = Far(options_of(sys.argv[1]))
+
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        far.serving = False
+        far.engine.wake()
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    sys.stdout.write(far.engine.address + "\n")
+    sys.stdout.flush()
+    far.serve()
+
+
+if __name__ == "__main__":
+    main()
