@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -32,7 +33,9 @@ class Bench:
         self._stack = stack
         self._batch_bytes = max(case.nbytes * case.count for case in effort.cases)
         self.contenders: list[Contender] = []
-        self.notes: list[str] = []
+        self.notes = [
+            f"load average at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        ]
 
     def _add(self, name: str, module: str, settings: dict[str, object]) -> None:
         contender = Contender.start(name, module, settings, self._batch_bytes, self._folder)

@@ -10,7 +10,7 @@
 //   avx512     the same with wider registers; streaming stores stay with avx2
 //
 // Non-temporal ("streaming") stores spare the read of the destination's old content. They win when
-// the destination is not in cache and lose when it is: callers pass `stream` from 256 KiB up.
+// the destination is not in cache and lose when it is: see `streams`.
 #pragma once
 
 #include <cstddef>
@@ -29,6 +29,15 @@ struct CrcKernel {
 };
 
 inline constexpr size_t kStreamMinBytes = 256 * 1024;
+inline constexpr size_t kStreamBatchMinBytes = 4 << 20;
+inline constexpr size_t kStreamItemMinBytes = 16 * 1024;
+
+// Whether to stream a copy of `nbytes` that is one of a batch of `batch_nbytes`. A batch of 128 x
+// 64 KiB is a fifth to a third faster for it unless all of it lies in cache already.
+inline bool streams(uint64_t nbytes, uint64_t batch_nbytes) {
+  return nbytes >= kStreamMinBytes ||
+         (nbytes >= kStreamItemMinBytes && batch_nbytes >= kStreamBatchMinBytes);
+}
 
 // Every kernel built in, slowest first; the last usable one is used. For tests and benchmarks.
 std::span<const CrcKernel* const> all_kernels();

@@ -149,7 +149,7 @@ int32_t unseal(const Segment& segment, const mc_extent_row& row) {
 }
 
 int32_t read(const Segment& segment, const mc_extent_row& row, uint64_t destination,
-             uint64_t capacity) {
+             uint64_t capacity, uint64_t batch_nbytes) {
   if (!segment.contains(row) || capacity < row.length) return MC_E_USAGE;
   if (destination == 0 && row.length > 0) return MC_E_USAGE;
   const uint64_t* const words = segment.words(row);
@@ -159,7 +159,7 @@ int32_t read(const Segment& segment, const mc_extent_row& row, uint64_t destinat
   const bool sound = before.header_crc == header_crc(before);
   if (sound)
     crc = copy_crc(reinterpret_cast<uint8_t*>(destination), segment.payload(row), row.length,
-                   row.length >= kStreamMinBytes);
+                   streams(row.length, batch_nbytes));
   load_fence();
   // An unsound header that stays as it is has been damaged; one that changes was being written.
   if (!same(before, load_header(words))) return MC_E_LEASE_EXPIRED;
@@ -169,6 +169,14 @@ int32_t read(const Segment& segment, const mc_extent_row& row, uint64_t destinat
 int32_t verify(const Header& before, const Header& after, const mc_extent_row& row, uint32_t crc) {
   if (!names(row, before) || !same(before, after)) return MC_E_LEASE_EXPIRED;
   return before.header_crc == header_crc(before) && before.crc == crc ? MC_OK : MC_E_CHECKSUM;
+}
+
+// Of the rows that lie in the segment. Decides about speed only.
+uint64_t payload_nbytes(const Segment& segment, const mc_extent_row* rows, uint64_t n) {
+  uint64_t sum = 0;
+  for (uint64_t i = 0; i < n; i++)
+    if (segment.contains(rows[i])) sum += rows[i].length;
+  return sum;
 }
 
 // Applies `one(i)` to the rows that have not failed before.
@@ -228,9 +236,10 @@ int32_t mc_extent_read(uint64_t base, uint64_t segment_nbytes, const mc_extent_r
   if (n > 0 &&
       (rows == nullptr || destinations == nullptr || capacities == nullptr || statuses == nullptr))
     return MC_E_USAGE;
+  const uint64_t batch_nbytes = mc::memory::payload_nbytes(segment, rows, n);
   each_row(n, statuses, [&](uint64_t i) {
     if (i + mc::memory::kPrefetchRows < n) segment.prefetch(rows[i + mc::memory::kPrefetchRows]);
-    return mc::memory::read(segment, rows[i], destinations[i], capacities[i]);
+    return mc::memory::read(segment, rows[i], destinations[i], capacities[i], batch_nbytes);
   });
   return MC_OK;
 }
