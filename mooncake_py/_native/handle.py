@@ -1,10 +1,10 @@
 """Lifetimes of native objects: one end, children first, and no use of freed memory.
 
-Two events are kept apart. *Ending* (`close`, or a parent's) stops everything the object does and
-wakes whoever waits in it; calls that come later fail with an error. *Freeing* happens when nobody
-holds the Python object any more, so that a thread that is just entering a call cannot meet freed
-memory. A child holds its parent strongly, the parent its children weakly: a parent is never freed
-before its children. At interpreter exit `weakref.finalize` frees in reverse order of creation.
+Two events are kept apart. *Ending* (`close`, or a parent's, or being collected) stops everything
+the object does and wakes whoever waits in it; calls that come later fail with an error. *Freeing*
+happens when nobody holds the native pointer any more (`ffi.gc`), so that neither a thread that is
+just entering a call nor a finalizer that runs late can meet freed memory: everything that may
+still use a pointer holds it. Finalizers that have not run by then run at interpreter exit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Handle:
         if parent is not None:
             parent._children.add(self)
 
-    def _free_with(self, free: Callable[..., object], *args: object) -> None:
-        """Call `free(*args)` when this object is collected, at the latest at exit."""
-        self._finalizer = weakref.finalize(self, free, *args)
+    def _end_with(self, end: Callable[..., object], *args: object) -> None:
+        """Call `end(*args)` once: by `_finalizer()`, when collected, at the latest at exit."""
+        self._finalizer = weakref.finalize(self, end, *args)
 
     def _end(self) -> None:
         """Stop what the object does. Called once."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mooncake_py._native import lib
+from mooncake_py._native import ffi, lib
 from mooncake_py._native.check import check
 from mooncake_py._native.handle import Handle
 
 if TYPE_CHECKING:
     from mooncake_py.transfer.engine import TransferEngine
     from mooncake_py.transfer.slices import Slices
+
+
+def _cancel(native: Any, _rows: Any) -> None:
+    lib.mc_batch_cancel(native)
 
 
 class Batch(Handle):
@@ -22,9 +26,8 @@ class Batch(Handle):
     def __init__(self, engine: TransferEngine, native: Any, slices: Slices, keep: Any) -> None:
         super().__init__(engine)
         self.slices = slices
-        self._native = native
-        # The rows outlive the native batch: it writes into them until it is freed.
-        self._free_with(lambda handle, _: lib.mc_batch_close(handle), native, keep)
+        self._native = ffi.gc(native, lib.mc_batch_close)
+        self._end_with(_cancel, self._native, keep)  # rows are written until the batch is over
 
     def wait(self, timeout_ms: int) -> None:
         """Wait until it is done. Raises the first failing slice's error, or TransferTimeout when
@@ -43,4 +46,4 @@ class Batch(Handle):
         return check(lib.mc_batch_fd(self._native), "batch")
 
     def _end(self) -> None:
-        self.cancel()
+        self._finalizer()

@@ -37,8 +37,9 @@ class TransferEngine(Handle):
         out = ffi.new("mc_engine **")
         check(lib.mc_engine_open(native, out), "open engine", listen=self.options.listen)
         del keep
-        self.native: Any = out[0]
-        self._free_with(lib.mc_engine_close, self.native)
+        self.native: Any = ffi.gc(out[0], lib.mc_engine_close)
+        self._end_with(lib.mc_engine_shutdown, self.native)
+        self._registered: set[Region] = set()  # memory stays registered until told otherwise
 
     @property
     def address(self) -> str:
@@ -52,10 +53,18 @@ class TransferEngine(Handle):
     ) -> Region:
         """Offer memory to peers; `access` is "read" or "read_write".
 
-        A list makes one region, its pieces one after the other. Raises UsageError for memory that
-        is read-only, not contiguous, empty, or overlaps another region when one is writable.
+        It stays registered until the region or the engine is closed, also when nobody holds the
+        region. A list makes one region, its pieces one after the other. Raises UsageError for
+        memory that is read-only, not contiguous, empty, or overlaps another region when one of
+        them is writable.
         """
-        return Region(self, buffer if isinstance(buffer, list) else [buffer], access)
+        region = Region(self, buffer if isinstance(buffer, list) else [buffer], access)
+        self._registered.add(region)
+        return region
+
+    def _forget(self, region: Region) -> None:
+        """A region of this engine was closed. Called by the region."""
+        self._registered.discard(region)
 
     def open(self, address: str, *, timeout_ms: int) -> Peer:
         """Connect, or find the live connection, to the engine at "host:port".
@@ -139,4 +148,4 @@ class TransferEngine(Handle):
                 return found
 
     def _end(self) -> None:
-        lib.mc_engine_shutdown(self.native)
+        self._finalizer()

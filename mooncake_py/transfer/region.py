@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mooncake_py._native import ffi, lib
-from mooncake_py._native.check import check
+from mooncake_py._native.check import check, failure
 from mooncake_py._native.handle import Handle
 from mooncake_py.errors import UsageError
 from mooncake_py.transfer.memory import Memory
@@ -42,6 +42,7 @@ def _pieces_of(buffers: list[Memory | Buffer], writable: bool) -> tuple[Any, lis
 
 
 def _deregister(engine: Any, region_id: int, keep: list[Any]) -> int:
+    """Other failures than TIMEOUT mean that the engine is gone, or was opened before a fork."""
     status = int(lib.mc_region_deregister(engine, region_id, DEREGISTER_MS))
     if status != lib.MC_E_TIMEOUT:  # then something may still write there
         keep.clear()
@@ -65,12 +66,15 @@ class Region(Handle):
             "register",
         )
         super().__init__(engine)
+        self._engine = engine
         self.id = int(out[0])
         self.nbytes = sum(int(piece.nbytes) for piece in pieces)
         self.address = int(pieces[0].address) if buffers else 0
         self.access = access
-        self._free_with(_deregister, engine.native, self.id, keep)
+        self._end_with(_deregister, engine.native, self.id, keep)
 
     def _end(self) -> None:
         status = self._finalizer()
-        check(status if status is not None else 0, "deregister", region=self.id)
+        self._engine._forget(self)
+        if status == lib.MC_E_TIMEOUT:
+            raise failure(status, "deregister", region=self.id)
