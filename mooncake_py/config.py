@@ -71,7 +71,7 @@ class MasterSettings:
 class NodeSettings:
     """A node: what it offers, to whom, and how it is reached."""
 
-    master: str = "127.0.0.1:50051"  # gRPC API of the master
+    master: str = "127.0.0.1:50051"  # gRPC API of the master; of several with commas between
     listen: str = "127.0.0.1:0"  # of the transfer engine; port 0: any free one
     advertise: str = ""  # host that others reach this one by; "": the listening one
     name: str = ""  # unique in the cluster; "": host name and port
@@ -97,7 +97,8 @@ class NodeSettings:
             raise UsageError(f"pull_threads is 1 to {PULL_THREADS_MAX}", got=self.pull_threads)
         if not set(self.transport_names()) & {"shm", "tcp"}:
             raise UsageError("transports must name shm or tcp", got=self.transports)
-        split_address(self.master)
+        for master in self.master.split(","):
+            split_address(master.strip())
         split_address(self.listen)
 
 

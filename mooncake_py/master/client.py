@@ -11,6 +11,8 @@ Rules:
   (`Method.repeatable`).
 * Batches larger than the master accepts are sent in parts and the answers joined in order. When a
   later part fails, the earlier ones have happened; the error is raised.
+* Of several masters the one that leads is found and followed: one that follows names it, one that
+  is not there, or silent for `ASK_MS`, is left for the next.
 * Answers of an older term than one seen before are refused: a master that was replaced.
 
 Thread-safe. Outcomes of single keys are in the answers' status arrays and never raised.
@@ -21,13 +23,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 import numpy as np
 
 from mooncake_py.clock import Clock, Deadline, SystemClock
-from mooncake_py.config import join_address, split_address
+from mooncake_py.config import join_address
 from mooncake_py.errors import (
     Backpressure,
     MasterUnavailable,
@@ -38,6 +40,7 @@ from mooncake_py.errors import (
     VersionMismatch,
 )
 from mooncake_py.master import commands as c
+from mooncake_py.master.route import Route, Stop
 from mooncake_py.model import KEY_MAX_BYTES, PROTOCOL_MAJOR, RELEASE, ReplicaPolicy
 from mooncake_py.wire import answers, lane
 from mooncake_py.wire.answers import (
@@ -67,26 +70,20 @@ log = logging.getLogger(__name__)
 RECONNECT_MS = 1_000  # how long a call waits for a master that is not there
 LANE_OPEN_MS = 1_000
 LANE_RETRY_MS = 5_000  # until a lane that could not be opened is tried again
+ASK_MS = 2_000  # how long one of several masters may keep a call waiting
+TURN_MS = 10  # between two masters that are asked, more and more
+TURN_MAX_MS = 160
 PART_BYTES = 8 << 20  # of keys in one message; half of the least limit a master may have
 
-_CHANNEL_OPTIONS = [
-    ("grpc.enable_http_proxy", 0),  # the master is inside; a proxy variable is about the outside
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # gRPC's name for the time a connect may take
-    ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-]
+T = TypeVar("T")
 
 
 class MasterClient:
-    """Calls of one master, over the hot lane where possible and gRPC otherwise.
+    """Calls of the master, over the hot lane where possible and gRPC otherwise.
 
-    `address`: `HOST:PORT` of the gRPC API. `role` is what the master calls this process in its
-    messages. Nothing is connected before the first call. Raises UsageError for a bad address;
+    `address`: `HOST:PORT` of the gRPC API, of several masters with commas between. `role` is what
+    the master calls this process in its messages. Nothing is connected before the first call.
+    Raises UsageError for a bad address;
     calls raise `MasterUnavailable`, `Backpressure`, `VersionMismatch`, `NotLeader`, `UsageError`.
     """
 
@@ -98,28 +95,25 @@ class MasterClient:
         role: str = "client",
         clock: Clock | None = None,
     ) -> None:
-        self._host, port = split_address(address)
-        self.address = join_address(self._host, port)
+        self._route = Route(address)
+        self.address = address
         self._engine = engine
         self._role = role
         self._clock = clock or SystemClock()
-        self._channel = grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
-        self._unary: dict[int, Callable[..., Any]] = {
-            method.number: self._channel.unary_unary(method.path, None, None)  # plain bytes
-            for method in lane.METHODS
-        }
         self._connecting = threading.Lock()
         self._info: ClusterInfo | None = None
         self._cluster_id, self._term = "", 0
         self._peer: Peer | None = None
         self._lane_retry_ms = 0
         self._closed = False
+        self._pause = threading.Event()  # never set: to wait a little
 
     # --- clients --------------------------------------------------------------------------------
 
     def connect(self, *, timeout_ms: int) -> ClusterInfo:
         """Compare versions and learn the master's limits; waits for a master to come up."""
-        return self._connect(Deadline(timeout_ms, self._clock), timeout_ms)
+        deadline = Deadline(timeout_ms, self._clock)
+        return self._follow(lambda: self._connect(deadline, timeout_ms), deadline, timeout_ms)
 
     def exists(
         self, tenant: str, keys: Sequence[bytes], *, prefix: bool = False, timeout_ms: int
@@ -286,33 +280,63 @@ class MasterClient:
         """Running calls of other threads end as MasterUnavailable. Harmless twice."""
         self._closed = True
         self._drop_lane(self._peer)
-        self._channel.close()
+        self._route.close()
 
     # --- one call -------------------------------------------------------------------------------
 
     def _call(self, method: Method, request: Any, deadline: Deadline, *, check: bool = True) -> Any:
+        payload = request.SerializeToString()
+        reply = self._follow(lambda: self._ask(method, payload, deadline), deadline, RECONNECT_MS)
+        if check:
+            answers.check(method, reply)
+        return reply
+
+    def _follow(self, attempt: Callable[[], T], deadline: Deadline, patience_ms: int) -> T:
+        """Go to the leader for as long as the one that is asked says that it is not. Nothing was
+        done then, so any call may be made again."""
+        patience = Deadline(min(patience_ms, deadline.left_ms()), self._clock)
+        pause_ms = TURN_MS
+        while True:
+            stop = self._route.current
+            try:
+                return attempt()
+            except NotLeader as error:
+                if not self._turn(stop, str(error.context.get("leader", ""))) or patience.passed():
+                    raise
+            self._pause.wait(pause_ms / 1000)
+            pause_ms = min(2 * pause_ms, TURN_MAX_MS)
+
+    def _turn(self, stop: Stop, hint: str = "") -> bool:
+        """False: there is no other master to go to."""
+        turned = self._route.turn(stop, hint)
+        if turned:
+            self._info = None
+            self._drop_lane(self._peer)
+        return turned
+
+    def _ask(self, method: Method, payload: bytes, deadline: Deadline) -> Any:
         self._ready(deadline)
-        reply = answers.parse(method, self._send(method, request.SerializeToString(), deadline))
+        reply = answers.parse(method, self._send(method, payload, deadline))
+        answers.check_leader(method, reply)
         term = answers.term_of(reply)
         if term < self._term:
             self._info = None
             self._connect(deadline, RECONNECT_MS)  # raises unless it is another cluster
         elif term > self._term:
             self._term = term
-        if check:
-            answers.check(method, reply)
         return reply
 
     def _send(self, method: Method, payload: bytes, deadline: Deadline) -> bytes:
         if not method.repeatable:
             self._renew_lane(deadline)
-        peer = self._peer
+        peer, stop = self._peer, self._route.current
         if peer is None:
             return self._over_grpc(method, payload, deadline, RECONNECT_MS)
         try:
-            return peer.request(method.number, payload, timeout_ms=deadline.left_ms())
+            return peer.request(method.number, payload, timeout_ms=self._ask_ms(deadline))
         except TransferTimeout:
-            raise self._silent(method) from None
+            self._turn(stop)
+            raise self._silent(method, stop) from None
         except TransferError as error:
             self._info = None
             self._drop_lane(peer)
@@ -322,50 +346,65 @@ class MasterClient:
                 ) from error
         return self._over_grpc(method, payload, deadline, RECONNECT_MS)
 
+    def _ask_ms(self, deadline: Deadline) -> int:
+        """How long one master may keep a call waiting: while there are others, not all of it."""
+        left_ms = deadline.left_ms()
+        return min(left_ms, ASK_MS) if self._route.several else left_ms
+
     def _over_grpc(
         self, method: Method, payload: bytes, deadline: Deadline, patience_ms: int
     ) -> bytes:
-        call = self._unary[method.number]
-        left_ms = deadline.left_ms()
-        if left_ms == 0 or self._closed:
-            raise self._closing() if self._closed else self._silent(method)
-        try:
-            return cast(bytes, call(payload, timeout=left_ms / 1000))
-        except grpc.RpcError as error:
-            if error.code() != grpc.StatusCode.UNAVAILABLE or not method.repeatable:
-                raise self._error_of(method, error) from None
-            absent = self._error_of(method, error)
-        except ValueError:  # the channel was closed by another thread
-            raise self._closing() from None
-        wait_ms = min(patience_ms, deadline.left_ms())
-        if wait_ms == 0:
-            raise absent
-        try:
-            return cast(bytes, call(payload, timeout=wait_ms / 1000, wait_for_ready=True))
-        except grpc.RpcError as error:
-            nobody = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            raise (absent if nobody else self._error_of(method, error)) from None
-        except ValueError:
-            raise self._closing() from None
+        """Ask the current master; one that is not there is waited for, or left for the next."""
+        patience = Deadline(min(patience_ms, deadline.left_ms()), self._clock)
+        absent: MooncakeError | None = None
+        while True:
+            stop = self._route.current
+            left_ms = self._ask_ms(deadline)
+            if self._closed:
+                raise self._closing()
+            if left_ms == 0:
+                raise absent or self._silent(method, stop)
+            wait = absent is not None and not self._route.several
+            if wait:
+                left_ms = max(1, patience.left_ms())
+            try:
+                call = stop.unary[method.number]
+                return cast(bytes, call(payload, timeout=left_ms / 1000, wait_for_ready=wait))
+            except grpc.RpcError as error:
+                code = error.code()
+                gone = code == grpc.StatusCode.UNAVAILABLE
+                late = code == grpc.StatusCode.DEADLINE_EXCEEDED
+                if absent is None or not (wait and late):
+                    absent = self._error_of(method, error, stop)
+                if gone or late:
+                    self._turn(stop)
+                again = gone and (method.repeatable or _never_sent(error))
+                if not again or patience.passed():
+                    raise absent from None
+            except ValueError:  # the channel was closed by another thread
+                raise self._closing() from None
+            if self._route.several:
+                self._pause.wait(TURN_MS / 1000)
 
-    def _error_of(self, method: Method, error: Any) -> MooncakeError:
+    def _error_of(self, method: Method, error: Any, stop: Stop) -> MooncakeError:
         """What a failure of gRPC itself (not of the master) means."""
         code, details = error.code(), error.details() or ""
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return self._silent(method)
+            return self._silent(method, stop)
         if code == grpc.StatusCode.UNIMPLEMENTED:
-            return VersionMismatch(f"the server at {self.address} has no call {method.name}")
+            return VersionMismatch(f"the server at {stop.address} has no call {method.name}")
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Backpressure(f"{method.name}: {details}")
         if code == grpc.StatusCode.CANCELLED and self._closed:
             return self._closing()
         return MasterUnavailable(
-            f"{method.name}: no master at {self.address}", why=details or code.name.lower()
+            f"{method.name}: no master at {stop.address}", why=details or code.name.lower()
         )
 
-    def _silent(self, method: Method) -> MasterUnavailable:
+    @staticmethod
+    def _silent(method: Method, stop: Stop) -> MasterUnavailable:
         return MasterUnavailable(
-            f"{method.name}: no answer from the master at {self.address} in time"
+            f"{method.name}: no answer from the master at {stop.address} in time"
         )
 
     @staticmethod
@@ -382,16 +421,17 @@ class MasterClient:
     def _connect(self, deadline: Deadline, patience_ms: int) -> ClusterInfo:
         """Ask the master who it is, over gRPC, and open the lane it offers."""
         if not self._connecting.acquire(timeout=deadline.left_ms() / 1000):
-            raise self._silent(lane.CONNECT)
+            raise self._silent(lane.CONNECT, self._route.current)
         try:
+            stop = self._route.current
             request = answers.connect_request(RELEASE, self._role).SerializeToString()
             raw = self._over_grpc(lane.CONNECT, request, deadline, patience_ms)
             reply = answers.parse(lane.CONNECT, raw)
-            answers.check(lane.CONNECT, reply, master=self.address)
+            answers.check(lane.CONNECT, reply, master=stop.address)
             if reply.protocol_major != PROTOCOL_MAJOR:
                 raise VersionMismatch(
                     f"this {self._role} speaks protocol {PROTOCOL_MAJOR}, the master at "
-                    f"{self.address} {reply.protocol_major} (release {reply.release})"
+                    f"{stop.address} {reply.protocol_major} (release {reply.release})"
                 )
             info = answers.cluster(reply)
             self._learn(info, deadline)
@@ -401,9 +441,8 @@ class MasterClient:
 
     def _learn(self, info: ClusterInfo, deadline: Deadline) -> None:
         if info.cluster_id == self._cluster_id and info.term < self._term:
-            raise NotLeader(
-                f"the master at {self.address} is of term {info.term}, not {self._term}"
-            )
+            where = self._route.current.address
+            raise NotLeader(f"the master at {where} is of term {info.term}, not {self._term}")
         self._cluster_id, self._term = info.cluster_id, info.term
         if self._engine is not None and info.lane_address and self._peer is None:
             self._open_lane(self._engine, info.lane_address, deadline)
@@ -411,7 +450,7 @@ class MasterClient:
 
     def _open_lane(self, engine: TransferEngine, address: str, deadline: Deadline) -> None:
         if address.startswith(":"):  # any host of the master: the one that answers here
-            address = join_address(self._host, int(address[1:]))
+            address = join_address(self._route.current.host, int(address[1:]))
         try:
             timeout_ms = min(LANE_OPEN_MS, deadline.left_ms())
             self._peer = engine.open(address, timeout_ms=timeout_ms)
@@ -438,7 +477,7 @@ class MasterClient:
 
     def _parts(self, keys: Sequence[bytes], deadline: Deadline) -> Iterator[tuple[int, int]]:
         """(start, stop) of what fits one message; at least one, so that errors show."""
-        self._ready(deadline)
+        self._follow(lambda: self._ready(deadline), deadline, RECONNECT_MS)
         info = self._info
         count_max = info.batch_max_keys if info else len(keys)
         if len(keys) <= min(count_max, PART_BYTES // KEY_MAX_BYTES):
@@ -452,3 +491,8 @@ class MasterClient:
             stop = max(start + 1, min(start + count_max, fits))
             yield start, min(stop, len(keys))
             start = stop
+
+
+def _never_sent(error: Any) -> bool:
+    """gRPC's words for a connection that was not made: nothing has left this process."""
+    return str(error.details() or "").startswith("failed to connect")

@@ -10,10 +10,10 @@ stop* without being told:
 * LEADING: proven. Everything is served.
 * DOUBT: not proven and nothing known; also what a process finds itself in that was stopped and
   wakes up. Nothing is served until etcd has answered or has been found unreachable.
-* OUTAGE: not proven, and a renewal that began after the proof had ended reached no member of etcd.
-  Nothing that changes the catalog is served. Reads are, since nodes tell an outage from a
-  deposition: a heartbeat is answered `NotLeader` then, so each node looks for a newer leader on its
-  own, and as soon as it follows one it is silent here and its objects are not given out any more.
+* OUTAGE: not proven, and the last renewal reached no member of etcd. Nothing that changes the
+  catalog is served. Reads are, since nodes tell an outage from a deposition: a heartbeat is
+  answered `NotLeader` then, so each node looks for a newer leader on its own, and as soon as it
+  follows one it is silent here and its objects are not given out any more.
 * ENDED: etcd said that the lease or the key is gone. For ever; a new term begins with a new object.
 
 A follower may take over in two ways: when the key is gone, and when the leader's *process* is
@@ -49,6 +49,11 @@ class LeaseTimes:
         return self.lease_ms // RENEWALS
 
     @property
+    def attempt_ms(self) -> int:
+        """What one renewal may take."""
+        return self.lease_ms // 2
+
+    @property
     def margin_ms(self) -> int:
         """By how much the proof ends before the lease: clocks may differ by a tenth."""
         return self.lease_ms // 10
@@ -78,9 +83,10 @@ class Leadership:
         self._proof_ms = max(self._proof_ms, sent_ms + ttl_ms - self._times.margin_ms)
         self._outage = False
 
-    def unreached(self, sent_ms: int) -> None:
-        """A renewal reached no member of etcd."""
-        if sent_ms >= self._proof_ms:
+    def unreached(self, sent_ms: int, now_ms: int) -> None:
+        """A renewal reached no member of etcd. One that took longer than it may says nothing: the
+        process was stopped meanwhile."""
+        if now_ms - sent_ms <= self._times.attempt_ms + self._times.renew_ms:
             self._outage = True
 
     def came_round(self, now_ms: int) -> None:

@@ -39,6 +39,7 @@ PORT = 2379
 MEMBER_MS = 750  # how long one member may keep a call waiting while there are others
 ASIDE_MS = 2_000  # until a member that failed is tried before the others again
 SIGN_MS = 500  # between two requests for a sign of life on a silent watch
+QUIET_MS = 10_000  # a watch that finds no member says so this seldom
 SILENT_MS = 2_000  # a watch without any is moved to another member
 
 _CHANNEL_OPTIONS = [
@@ -313,6 +314,7 @@ class Watch:
         self._prefix = prefix
         self.revision = after_revision  # everything up to it was given
         self._stream: _Stream | None = None
+        self._quiet_until_ms = 0
         self._closed = False
 
     def events(self, timeout_ms: int) -> list[pb.WatchEvent]:
@@ -357,9 +359,12 @@ class Watch:
         self._stream = None
         if response is not None and response.compact_revision:
             raise Compacted(f"{self._prefix!r} is compacted up to {response.compact_revision}")
-        stream.member.aside_until_ms = self._client._clock.now_ms() + ASIDE_MS
+        now_ms = self._client._clock.now_ms()
+        stream.member.aside_until_ms = now_ms + ASIDE_MS
         why = response.cancel_reason if response is not None else stream.why
-        log.info("the watch leaves etcd member %s: %s", stream.member.address, why)
+        level = logging.INFO if now_ms >= self._quiet_until_ms else logging.DEBUG
+        self._quiet_until_ms = now_ms + QUIET_MS
+        log.log(level, "the watch leaves etcd member %s: %s", stream.member.address, why)
 
 
 class _Stream:

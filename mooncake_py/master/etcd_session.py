@@ -129,16 +129,19 @@ class Session:
             self._client.lease_revoke(self._lease, timeout_ms)
 
     def _run(self, times: LeaseTimes) -> None:
-        while not self._stop.wait(times.renew_ms / 1000):
+        pause_ms = times.renew_ms
+        while not self._stop.wait(pause_ms / 1000):
+            pause_ms = times.renew_ms
             now_ms = self._clock.now_ms()
             self._leadership.came_round(now_ms)
             try:
-                self._renew(now_ms, times.lease_ms // 2)
+                self._renew(now_ms, times.attempt_ms)
             except NotLeader:
                 log.warning("another master has taken over from term %d", self.term)
             except MasterUnavailable as error:
-                self._leadership.unreached(now_ms)
+                self._leadership.unreached(now_ms, self._clock.now_ms())
                 log.warning("the lease of term %d was not renewed: %s", self.term, error)
+                pause_ms = _LOOK_MS
 
     def _renew(self, sent_ms: int, timeout_ms: int) -> None:
         deadline = Deadline(timeout_ms, self._clock)

@@ -68,8 +68,9 @@ class ObjectInfo:
 class StoreClient:
     """A connection to one cluster, for one tenant.
 
-    master: "host:port" of mooncake-master. transports: ways to move bytes that may be used, best
-    one is chosen per node; ("tcp",) forces TCP. timeout_ms: default deadline of every call.
+    master: "host:port" of mooncake-master, of several with commas between. transports: ways to
+    move bytes that may be used, best one is chosen per node; ("tcp",) forces TCP. timeout_ms:
+    default deadline of every call.
 
     Raises MasterUnavailable when no master answers within timeout_ms, VersionMismatch, UsageError.
     """

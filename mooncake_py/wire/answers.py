@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
-from mooncake_py.errors import InternalError, ObjectNotFound
+from mooncake_py.errors import InternalError, NotLeader, ObjectNotFound
 from mooncake_py.master import commands as c
 from mooncake_py.model import FAILED_ROW, PROTOCOL_MAJOR, PROTOCOL_MINOR, ReplicaPolicy
 from mooncake_py.wire import status as outcome
@@ -255,6 +255,12 @@ def parse(method: Method, payload: bytes) -> Any:
 def check(method: Method, reply: Any, **context: object) -> None:
     """Raise what the call as a whole was refused with."""
     outcome.check(reply.outcome, call=method.name, **context)
+
+
+def check_leader(method: Method, reply: Any) -> None:
+    """Raise NotLeader, which is about whom to ask and not about what was asked."""
+    if reply.outcome.code == NotLeader.code:
+        outcome.check(reply.outcome, call=method.name)
 
 
 def term_of(reply: Any) -> int:

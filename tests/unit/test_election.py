@@ -31,28 +31,37 @@ def test_a27_a_renewal_counts_from_when_it_was_sent() -> None:
 
 def test_a27_a_process_that_was_stopped_is_in_doubt_even_after_an_outage() -> None:
     leader = _leading()
-    leader.came_round(START + 2_800)
-    leader.unreached(START + 2_800)
-    assert leader.stand(START + 2_900) is Stand.OUTAGE
+    leader.came_round(START + 1_500)
+    leader.unreached(START + 1_500, START + 3_000)
+    assert leader.stand(START + 3_000) is Stand.OUTAGE
     woken = START + 100_000
     assert leader.stand(woken) is Stand.DOUBT
     leader.came_round(woken)
     assert leader.stand(woken + 1) is Stand.DOUBT, "what it knew before it was stopped is old"
-    leader.unreached(woken)
-    assert leader.stand(woken + 600) is Stand.OUTAGE
+    leader.unreached(woken, woken + 1_500)
+    assert leader.stand(woken + 1_500) is Stand.OUTAGE
 
 
-def test_f62_an_attempt_that_began_within_the_proof_is_no_outage() -> None:
+def test_a27_a_renewal_in_which_the_process_was_stopped_is_no_outage() -> None:
     leader = _leading()
-    leader.came_round(START + 2_000)
-    leader.unreached(START + 2_000)
-    assert leader.stand(START + 2_800) is Stand.DOUBT
+    leader.came_round(START + 600)
+    leader.unreached(START + 600, START + 60_000)
+    assert leader.stand(START + 60_000) is Stand.DOUBT
+
+
+def test_f62_an_outage_that_is_known_before_the_proof_ends_leaves_no_doubt() -> None:
+    leader = _leading()
+    leader.came_round(START + 600)
+    leader.unreached(START + 600, START + 2_100)
+    leader.came_round(START + 2_150)
+    assert leader.stand(START + 2_699) is Stand.LEADING
+    assert leader.stand(START + 2_700) is Stand.OUTAGE
 
 
 def test_f62_etcd_comes_back_with_the_lease() -> None:
     leader = _leading()
-    leader.came_round(START + 2_800)
-    leader.unreached(START + 2_800)
+    leader.came_round(START + 1_500)
+    leader.unreached(START + 1_500, START + 3_000)
     leader.renewed(START + 4_000, 3_000)
     assert leader.stand(START + 4_100) is Stand.LEADING
 
@@ -83,7 +92,7 @@ def test_a27_no_history_leads_beyond_a_lease_that_etcd_may_have_ended(
             lease_end = now + 3_000
             leader.renewed(now, 3_000)
         elif event == "unreached":
-            leader.unreached(now)
+            leader.unreached(now, now)
 
 
 def test_f12_only_who_was_connected_may_depose_and_not_again_and_again() -> None:

@@ -1,0 +1,120 @@
+"""Several masters on one etcd, and nodes that know all of them, as processes of a test."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from etcd_cluster import EtcdCluster, free_ports
+
+from mooncake_py.clock import Deadline, SystemClock
+from mooncake_py.errors import ClusterError
+from mooncake_py.ops.child import Child
+
+START_MS = 30_000
+CLOCK = SystemClock()
+
+
+def until(condition: Callable[[], Any], timeout_ms: int, what: str) -> None:
+    deadline = Deadline(timeout_ms, CLOCK)
+    waiter = select.poll()
+    while not condition():
+        assert not deadline.passed(), f"{what}: not within {timeout_ms} ms"
+        waiter.poll(5)
+
+
+class Masters:
+    """`count` masters, by number; `node_count` nodes."""
+
+    def __init__(self, folder: Path, etcd: EtcdCluster, count: int, node_count: int = 0) -> None:
+        self._folder = folder
+        self._etcd = etcd
+        self.addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
+        self.address = ",".join(self.addresses)
+        self._masters: dict[int, Child] = {}
+        self._roles: dict[int, str] = {}
+        self._nodes: list[Child] = []
+        self._started = 0
+        for number in range(count):
+            self.start(number)
+        until(lambda: self.leader() is not None, START_MS, "a leader")
+        for _ in range(node_count):
+            self._start_node()
+
+    def start(self, number: int) -> None:
+        self._started += 1
+        arguments = [
+            "--listen",
+            self.addresses[number],
+            "--metadata",
+            self._etcd.address("mooncake"),
+        ]
+        name = f"master-{number}-{self._started}"
+        child = Child(name, "mooncake_py.master.server", arguments, self._folder)
+        self._masters[number] = child
+        self._roles[number] = ""
+        line = child.line(START_MS)
+        assert line is not None, child.complaint()
+        assert line.startswith("mooncake-master ready "), line
+
+    def _start_node(self) -> None:
+        name = f"node-{len(self._nodes)}"
+        arguments = ["--master", self.address, "--listen", "127.0.0.1:0", "--name", name]
+        arguments += ["--segment-bytes", "256MiB"]
+        node = Child(name, "mooncake_py.store.node", arguments, self._folder)
+        self._nodes.append(node)
+        line = node.line(START_MS)
+        assert line is not None, node.complaint()
+
+    def roles(self) -> dict[int, str]:
+        """The last that each said: "leads" or "follows"."""
+        for number, child in self._masters.items():
+            with suppress(ClusterError):  # nothing new
+                while (line := child.line(1)) is not None:
+                    self._roles[number] = line.split()[1]
+        return self._roles
+
+    def leader(self) -> int | None:
+        """The one that leads; None while there is none or it is not clear."""
+        leading = [number for number, role in self.roles().items() if role == "leads"]
+        return leading[0] if len(leading) == 1 else None
+
+    def kill(self, number: int) -> None:
+        self._masters.pop(number).kill()
+        del self._roles[number]
+
+    def signal(self, number: int, which: signal.Signals) -> None:
+        """SIGSTOP, SIGCONT."""
+        os.kill(self._masters[number].pid, which)
+
+    def stop(self, number: int) -> int:
+        del self._roles[number]
+        return self._masters.pop(number).stop(10_000)
+
+    def said(self) -> str:
+        """Everything on standard error, for a failed test."""
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-3000:]}"
+            for path in sorted(self._folder.glob("*.stderr"))
+        )
+
+    def close(self) -> None:
+        for child in (*self._nodes, *self._masters.values()):
+            child.kill()
+
+    def __enter__(self) -> Masters:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

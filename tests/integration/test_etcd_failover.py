@@ -1,0 +1,263 @@
+"""Leaders that are killed, stopped and cut off, under load, with real processes and real bytes.
+
+The short form is part of the checks. MOONCAKE_FAILOVER_KILLS=20 kills the leader so often, and
+MOONCAKE_OUTAGE_SECONDS=60 is how long etcd is away.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+
+import grpc
+import pytest
+from etcd_cluster import EtcdCluster, needs_etcd
+from masters import CLOCK, Masters, until
+
+from mooncake_py import StoreClient
+from mooncake_py.errors import MooncakeError, NotLeader
+from mooncake_py.master.client import MasterClient
+from mooncake_py.model import ReplicaPolicy
+from mooncake_py.wire import answers, lane
+
+pytestmark = needs_etcd
+
+KILLS = int(os.environ.get("MOONCAKE_FAILOVER_KILLS", "3"))
+OUTAGE_MS = 1000 * int(os.environ.get("MOONCAKE_OUTAGE_SECONDS", "6"))
+FAILOVER_MS = 2_000
+PUT_MS = 1_000
+T = 5_000
+
+
+def value_of(key: str) -> bytes:
+    return key.encode() * (4096 // len(key))
+
+
+class Load:
+    """Writers that put keys of their own all the time and remember what was acknowledged."""
+
+    def __init__(self, address: str, writers: int = 2) -> None:
+        self.acknowledged: list[tuple[int, str]] = []  # when its put began, key
+        self.failures: list[tuple[int, int, MooncakeError]] = []  # when it began and ended, why
+        self._address = address
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._write, args=(f"w{number}",)) for number in range(writers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _write(self, name: str) -> None:
+        with StoreClient(self._address, timeout_ms=T) as client:
+            for number in count():
+                if self._stop.wait(0.002):
+                    return
+                key = f"{name}-{number}"
+                began_ms = CLOCK.now_ms()
+                try:
+                    client.put(key, value_of(key), timeout_ms=PUT_MS)
+                    self.acknowledged.append((began_ms, key))
+                except MooncakeError as error:
+                    self.failures.append((began_ms, CLOCK.now_ms(), error))
+
+    def wait_for_success_after(self, since_ms: int, timeout_ms: int) -> int:
+        """Milliseconds from then until a put that began later had succeeded."""
+        try:
+            until(
+                lambda: self.acknowledged and self.acknowledged[-1][0] >= since_ms,
+                timeout_ms,
+                "a put that succeeds",
+            )
+        except AssertionError:
+            raise AssertionError(
+                f"no put succeeds; the last failures: {self.failures[-3:]}"
+            ) from None
+        return CLOCK.now_ms() - since_ms
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def check(self, client: StoreClient) -> None:
+        """Everything that was acknowledged is there, byte by byte."""
+        keys = [key for _, key in self.acknowledged]
+        lost = [
+            key
+            for key, value in zip(keys, client.get_batch(keys), strict=True)
+            if value != value_of(key)
+        ]
+        assert lost == [], f"{len(lost)} of {len(keys)} acknowledged objects are lost"
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
+    with EtcdCluster(tmp_path / "etcd") as cluster:
+        yield cluster
+
+
+@pytest.mark.timeout(60 + 15 * KILLS)
+def test_f12_a26_killed_leaders_cost_two_seconds_and_no_object(
+    tmp_path: Path, etcd: EtcdCluster
+) -> None:
+    with Masters(tmp_path, etcd, 3, node_count=2) as masters:
+        load = Load(masters.address)
+        took = []
+        try:
+            load.wait_for_success_after(CLOCK.now_ms(), 10_000)
+            for _ in range(KILLS):
+                leader = masters.leader()
+                assert leader is not None
+                killed_ms = CLOCK.now_ms()
+                masters.kill(leader)
+                took.append(load.wait_for_success_after(killed_ms, 20_000))
+                masters.start(leader)
+                until(lambda: masters.leader() is not None, T, "a leader")
+        finally:
+            load.stop()
+        with StoreClient(masters.address) as client:
+            load.check(client)
+        print(f"first successful put after kill -9: {took} ms; {len(load.acknowledged)} puts")
+        assert max(took) <= FAILOVER_MS, masters.said()
+        assert all(error.retryable for _, _, error in load.failures)
+
+
+def test_a27_f12_a_leader_that_was_stopped_refuses_everything_when_it_wakes(
+    tmp_path: Path, etcd: EtcdCluster
+) -> None:
+    with Masters(tmp_path, etcd, 2, node_count=1) as masters:
+        former = masters.leader()
+        assert former is not None
+        other = 1 - former
+        load = Load(masters.address, writers=1)
+        try:
+            load.wait_for_success_after(CLOCK.now_ms(), 10_000)
+            masters.signal(former, signal.SIGSTOP)
+            stopped_ms = CLOCK.now_ms()
+            answers_of_former: list[object] = []
+            calls = [  # sent while it is stopped, answered when it wakes
+                threading.Thread(target=_ask, args=(masters.addresses[former], m, r, out))
+                for m, r, out in _questions(answers_of_former)
+            ]
+            for call in calls:
+                call.start()
+            until(lambda: masters.roles()[other] == "leads", 10_000, "another leader")
+            took_ms = load.wait_for_success_after(stopped_ms, 10_000)
+            masters.signal(former, signal.SIGCONT)
+            for call in calls:
+                call.join()
+            assert answers_of_former == [NotLeader.code] * len(calls)
+            until(lambda: masters.roles()[former] == "follows", T, "the former leader follows")
+            with closing(MasterClient(masters.addresses[former])) as client:
+                info = client.connect(timeout_ms=T)  # it says whom to ask
+                assert info.term == 2
+            load.wait_for_success_after(CLOCK.now_ms(), T)
+        finally:
+            masters.signal(former, signal.SIGCONT)
+            load.stop()
+        with StoreClient(masters.address) as client:
+            load.check(client)
+        print(f"first successful put after SIGSTOP: {took_ms} ms")
+
+
+def _questions(out: list[object]) -> Iterator[tuple[lane.Method, bytes, list[object]]]:
+    put = answers.put_start_request(answers.PutAsk("t", ReplicaPolicy(), ""), [b"k"], [1], [])
+    yield lane.PUT_START, put.SerializeToString(), out
+    yield lane.EXISTS, answers.exists_request("t", [b"k"], False).SerializeToString(), out
+    yield lane.REMOVE, answers.remove_request("t", [b"k"], True).SerializeToString(), out
+    yield lane.STATUS, answers.status_request().SerializeToString(), out
+
+
+def _ask(address: str, method: lane.Method, payload: bytes, out: list[object]) -> None:
+    """One raw call of this master and no other: the code of its answer."""
+    with grpc.insecure_channel(address) as channel:
+        reply = channel.unary_unary(method.path)(payload, timeout=30, wait_for_ready=True)
+        out.append(answers.parse(method, reply).outcome.code)
+
+
+@pytest.mark.timeout(90 + 2 * OUTAGE_MS // 1000)
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_f62_an_outage_of_etcd_stops_writes_and_not_reads(
+    tmp_path: Path, etcd: EtcdCluster, how: str
+) -> None:
+    with (
+        Masters(tmp_path, etcd, 2, node_count=1) as masters,
+        StoreClient(masters.address) as reader,
+    ):
+        load = Load(masters.address, writers=1)
+        try:
+            load.wait_for_success_after(CLOCK.now_ms(), 10_000)
+            known = load.acknowledged[-1][1]
+            getattr(etcd, how)(0)
+            away_ms = CLOCK.now_ms()
+            slowest_ms, reads = 0, 0
+
+            def over() -> bool:
+                nonlocal slowest_ms, reads
+                began_ms = CLOCK.now_ms()
+                assert reader.get(known, timeout_ms=T) == value_of(known)
+                fresh = StoreClient(masters.address)  # knows nothing, so it must ask the master
+                assert fresh.get(known, timeout_ms=T) == value_of(known)
+                fresh.close()
+                slowest_ms = max(slowest_ms, CLOCK.now_ms() - began_ms)
+                reads += 2
+                return began_ms - away_ms >= OUTAGE_MS
+
+            until(over, OUTAGE_MS + T, "the end of the outage")
+            last_ms = load.acknowledged[-1][0]
+            assert last_ms < away_ms + 500, "a write was acknowledged without etcd"
+            etcd.start(0) if how == "kill" else etcd.thaw(0)
+            back_ms = CLOCK.now_ms()
+            took_ms = load.wait_for_success_after(back_ms, 15_000)
+        finally:
+            load.stop()
+        print(f"{how}: {reads} reads, slowest pair {slowest_ms} ms; recovered in {took_ms} ms")
+        assert took_ms < 5_000, masters.said()
+        load.check(reader)
+        during = [f for f in load.failures if away_ms < f[0] < back_ms]
+        assert during
+        assert all(error.retryable for _, _, error in during)
+        assert max(ended - began for began, ended, _ in during) <= PUT_MS + 500
+
+
+def test_an_idle_leader_writes_nothing(tmp_path: Path, etcd: EtcdCluster) -> None:
+    with Masters(tmp_path, etcd, 2, node_count=1), closing(etcd.client()) as client:
+        first: list[int] = []
+        looked: list[int] = []
+
+        def renewed() -> bool:
+            """For longer than a lease, so it was renewed several times."""
+            now_ms = CLOCK.now_ms()
+            revision = client.get(b"/", T)[1]
+            first.append(revision) if not first else looked.append(revision)
+            return now_ms - began_ms > 4_000
+
+        began_ms = CLOCK.now_ms()
+        until(renewed, 10_000, "four seconds")
+        assert set(looked) == set(first)
+
+
+def test_a_leader_that_is_asked_to_stop_makes_room_at_once(
+    tmp_path: Path, etcd: EtcdCluster
+) -> None:
+    with Masters(tmp_path, etcd, 2, node_count=1) as masters:
+        load = Load(masters.address, writers=1)
+        try:
+            load.wait_for_success_after(CLOCK.now_ms(), 10_000)
+            leader = masters.leader()
+            assert leader is not None
+            asked_ms = CLOCK.now_ms()
+            stopping = threading.Thread(target=masters.stop, args=(leader,))
+            stopping.start()
+            took_ms = load.wait_for_success_after(asked_ms + 1, 10_000)
+            stopping.join()
+        finally:
+            load.stop()
+        assert took_ms <= FAILOVER_MS, masters.said()
+        with StoreClient(masters.address) as client:
+            load.check(client)
