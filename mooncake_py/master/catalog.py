@@ -161,3 +161,9 @@ class Catalog:
         """As `restore`, from records that were followed as they came."""
         self.state = CatalogState(self.settings)
         return followed.build(self.state, now_ms)
+
+    def begin_term(self, term: int) -> None:
+        """From now on generations and segment ids are this term's own, so that nothing a former
+        master handed out is ever handed out again, whatever of its log was lost. `term`: durable,
+        and greater than that of every master before (`MetadataStore.load` promises both)."""
+        self.state.begin_term(term)

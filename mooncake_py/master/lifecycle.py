@@ -103,8 +103,8 @@ TABLE: tuple[Transition, ...] = (
         Promise.LEASE, counter="evictions",
     ),
     Transition(
-        _S.COMPLETE, _E.TTL_ENDED, "", _S.RESTING, "nodes unseal",
-        Promise.LEASE, unseal=True, counter="ttl_ends",
+        _S.COMPLETE, _E.TTL_ENDED, "", _S.RESTING, "readers with a lease go on",
+        Promise.LEASE, counter="ttl_ends",
     ),
     Transition(
         _S.COMPLETE, _E.DAMAGED, "a reader named generation and replica", _S.RESTING,

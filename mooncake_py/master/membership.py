@@ -45,6 +45,7 @@ class Segment:
         "host_id",
         "incarnation",
         "index",
+        "mounted",
         "nbytes",
         "node",
         "region",
@@ -66,6 +67,7 @@ class Segment:
         self.host_id = mount.host_id
         self.allocator = Allocator(mount.nbytes // UNIT_BYTES)
         self.state = ALIVE
+        self.mounted = True  # with this master, not only with a former one
         self.seen_ms = now_ms
         self.used_units = 0
         self.resting_units = 0

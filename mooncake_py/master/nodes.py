@@ -43,6 +43,7 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     segment.address, segment.host_id = command.address, command.host_id
     segment.region = command.region
     segment.seen_ms = now_ms
+    segment.mounted = True
     members.set_state(segment, ALIVE)
     work.records.append(records.encode(segment_fields(segment)))
     work.durable = True
@@ -64,9 +65,10 @@ def segment_fields(segment: Segment) -> records.SegmentFields:
 
 def heartbeat(state: CatalogState, command: Heartbeat, now_ms: int) -> Applied:
     segment = state.members.known(command.node, command.incarnation, command.segment_id)
-    if segment is None or segment.state == RETURNING:
+    if segment is None or not segment.mounted:
         if segment is not None:
             segment.seen_ms = now_ms
+            state.members.set_state(segment, RETURNING)
         cause = f"segment {command.segment_id} of {command.node!r} is not mounted here"
         return Applied(Refused(ObjectNotFound.code, cause))
     segment.seen_ms = now_ms

@@ -206,7 +206,7 @@ class Owner:
         self._send(call, answer)
 
     def _send(self, call: Call, answer: Answer) -> None:
-        if not answer.records:
+        if not (answer.records or answer.durable_first):
             call.reply(answer.payload)
             return
         durable = answer.durable_first or (self._limits.durable_puts and call.method is PUT_END)

@@ -95,6 +95,7 @@ class Master:
         stack.callback(store.close)
         catalog = Catalog(setup.catalog)
         report = catalog.restore(loaded.snapshot, loaded.records, setup.clock.now_ms())
+        catalog.begin_term(loaded.term)
         self.recovered = str(report)
         if loaded.corrupt:
             log.error("%d damaged entries of the metadata store were left out", loaded.corrupt)

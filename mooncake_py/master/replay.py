@@ -208,7 +208,9 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
             fields.node, fields.incarnation, fields.address, fields.region, fields.nbytes,
             fields.host_id, fields.segment_id,
         )  # fmt: skip
-        members.set_state(members.add(command, fields.segment_id, now_ms), RETURNING)
+        segment = members.add(command, fields.segment_id, now_ms)
+        segment.mounted = False
+        members.set_state(segment, RETURNING)
     report.segments = len(log.segments)
     claims: dict[int, list[tuple[int, int, int]]] = {each: [] for each in log.segments}
     complete, writing = _newest(log.complete), _newest(log.writing)
@@ -221,16 +223,17 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
     resting = [each for each in log.resting if each[0] > now_ms and each[1] in claims]
     for _, segment_id, start, units in resting:
         claims[segment_id].append((start, units, 0))
-    granted: dict[int, set[tuple[int, int]]] = {}
+    granted: dict[int, set[tuple[int, int, int]]] = {}
     for segment_id, wanted in claims.items():
         segment = members.by_id[segment_id]
         kept = _settle(wanted, segment.allocator.units)
-        report.extents_overlapping += len(wanted) - len(kept)
+        attempts_left = sum(1 for _, _, generation in kept if generation)
+        report.extents_overlapping += sum(1 for claim in wanted if claim[2]) - attempts_left
         segment.allocator.rebuild((start, units) for start, units, _ in kept)
-        granted[segment_id] = {(start, generation) for start, _, generation in kept}
+        granted[segment_id] = set(kept)
     for until, segment_id, start, units in resting:
-        if (start, 0) in granted[segment_id]:
-            granted[segment_id].discard((start, 0))
+        if (start, units, 0) in granted[segment_id]:
+            granted[segment_id].discard((start, units, 0))  # the same range may have rested twice
             members.by_id[segment_id].resting_units += units
             state.resting.add(until, segment_id, start, units)
     for attempt in complete:
@@ -266,12 +269,13 @@ def _settle(claims: list[tuple[int, int, int]], units_max: int) -> list[tuple[in
 
 
 def _places(
-    members: Membership, attempt: _Attempt, granted: dict[int, set[tuple[int, int]]]
+    members: Membership, attempt: _Attempt, granted: dict[int, set[tuple[int, int, int]]]
 ) -> tuple[int, ...]:
+    units, generation = extent_units(attempt.length), attempt.generation
     return tuple(
         members.by_id[segment_id].index << PLACE_BITS | offset // UNIT_BYTES
         for segment_id, offset in attempt.extents
-        if (offset // UNIT_BYTES, attempt.generation) in granted.get(segment_id, ())
+        if (offset // UNIT_BYTES, units, generation) in granted.get(segment_id, ())
     )
 
 

@@ -312,6 +312,7 @@ class Contender:
             store.lead(session, follower.sequence)
             catalog = Catalog(self._setup.catalog)
             report = catalog.take_over(follower.replay, self._setup.clock.now_ms())
+            catalog.begin_term(session.term)
             claim = Claim(
                 self._identity.cluster_id,
                 self._identity.secret,

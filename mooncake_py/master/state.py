@@ -22,6 +22,8 @@ from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
 from mooncake_py.model import EXTENT_ALIGN_BYTES, EXTENT_ROW, extent_bytes
 
 _NO_DIGEST = bytes(16)
+_GENERATION_BITS = 40  # of a generation count puts within a term, the rest is the term
+_SEGMENT_BITS = 16  # likewise of a segment id; more mounts than that go on in the next term's
 _SET_ASIDE_MS = 1_000  # an object whose end would free nothing useful is looked at again later
 
 
@@ -117,7 +119,7 @@ class CatalogState:
             until = put.expires_ms + self.settings.grant_margin_ms
         del put.tenant.writing[put.keys[index]]
         nbytes = self._give_up(put, index, put.places[index], until, now_ms)
-        work.drop(put.first + index, max(until, now_ms))
+        work.drop(put.first + index, until if until > now_ms else 0)
         work.durable |= transition.durable
         self.counters[transition.counter] += 1
         if event is Event.GRANT_EXPIRED:
@@ -193,7 +195,7 @@ class CatalogState:
             self.hard_pinned_units -= units * len(places)
         self.order.remove(slot)
         table.drop(slot)
-        work.drop(generation, max(until, now_ms))
+        work.drop(generation, until if until > now_ms else 0)
         self.counters[transition.counter] += 1
         work.durable |= transition.durable
         return freed
@@ -266,7 +268,9 @@ class CatalogState:
             if place not in kept:
                 segment = self.members.at(place >> PLACE_BITS)
                 if segment.state != GONE:
-                    work.lose(table.generation[slot], segment.segment_id, max(until, now_ms))
+                    work.lose(
+                        table.generation[slot], segment.segment_id, until if until > now_ms else 0
+                    )
                 self.release(place, units, until, now_ms)
         tenant = self.tenants.at(table.tenant[slot])
         tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * (len(places) - len(kept))
@@ -308,9 +312,16 @@ class CatalogState:
                 segment.resting_units -= units
                 segment.allocator.give(start, units)
 
+    def begin_term(self, term: int) -> None:
+        """See `Catalog.begin_term`."""
+        self.next_generation = max(self.next_generation, term << _GENERATION_BITS)
+        self.generation_mark = max(self.generation_mark, (term + 1) << _GENERATION_BITS)
+        members = self.members
+        members.next_segment_id = max(members.next_segment_id, term << _SEGMENT_BITS)
+
     def reserve_generations(self, work: Work, count: int) -> None:
-        """Make sure that `count` more generations may be used: durable before they are handed
-        out, so that they are never used again whatever is lost."""
+        """Make sure that `count` more generations may be used. Within a term they may; without
+        terms (or beyond 2 ** 40 puts in one) a durable record reserves a block."""
         if self.next_generation + count <= self.generation_mark:
             return
         self.generation_mark = self.next_generation + count + self.settings.generation_block

@@ -129,19 +129,23 @@ def test_a25_f11_a_restart_brings_every_object_back_and_grants_go_on() -> None:
     assert driver.exists([b"running"]) == [1]
 
 
-def test_generations_and_segment_ids_are_never_used_again() -> None:
-    driver = Driver(CatalogSettings(generation_block=1 << 13, objects_max=1 << 14))
-    first_segment = driver.mount("a", 1 << 20)
-    used = set(driver.start([b"a", b"b"], 64).generations)
-    marks = [each for each in driver.log if isinstance(records.decode(each), records.Marks)]
-    fresh = Catalog(driver.settings)  # only the durable marks came through
-    fresh.restore(None, marks, driver.now_ms)
-    driver.catalog = fresh
-    assert driver.mount("a", 1 << 20) > first_segment
-    assert min(driver.start([b"a"], 64).generations) > max(used)
+def test_generations_and_segment_ids_are_never_used_again_though_the_log_is_lost() -> None:
+    driver = Driver()
+    segments: set[int] = set()
+    generations: set[int] = set()
+    for term in range(1, 5):
+        driver.catalog = Catalog(driver.settings)
+        driver.catalog.restore(None, [], driver.now_ms)
+        driver.catalog.begin_term(term)
+        segment_id = driver.mount("a", 1 << 20, incarnation=term)
+        fresh = set(driver.start([b"a", b"b"], 64).generations)
+        assert segment_id > max(segments, default=0)
+        assert min(fresh) > max(generations, default=0)
+        segments.add(segment_id)
+        generations |= fresh
 
 
-def test_generations_are_reserved_durably_before_they_are_handed_out() -> None:
+def test_without_terms_generations_are_reserved_durably_before_they_are_handed_out() -> None:
     driver = Driver(CatalogSettings(generation_block=1 << 13, objects_max=1 << 14))
     driver.mount("a", 1 << 20)
     mark = 0

@@ -1,0 +1,188 @@
+"""What was promised to whom, and whether it was kept. Knows everything, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from catalog_model import grant_rows
+
+from mooncake_py.master import records
+from mooncake_py.master.catalog import Catalog
+from mooncake_py.master.commands import (
+    Applied,
+    Command,
+    Granted,
+    PutEnd,
+    PutStart,
+    Remove,
+    Report,
+    Statuses,
+)
+from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
+from mooncake_py.master.state import extent_units
+
+
+class History:
+    def __init__(self) -> None:
+        self.catalog: Catalog | None = None
+        self.keys: dict[int, bytes] = {}  # generation -> key
+        self.segments: dict[int, set[int]] = {}  # generation -> where it was granted
+        self.committed: set[int] = set()  # acknowledged or about to be
+        self.durable_commits: set[int] = set()
+        self.durable_grants: set[int] = set()
+        self.durable_drops: set[int] = set()
+        self.gone_segments: set[int] = set()
+        self.causes: dict[int, str] = {}  # why a generation is not there any more
+        self.orphans: set[int] = set()  # granted by a master whose log was lost
+        self.risen: set[int] = set()  # dropped, and back because the log was lost
+        self.floors: dict[bytes, int] = {}  # removed: generations below must not be read
+        self.lives = 0
+        self.counts: dict[str, int] = {}
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    # --- the master -----------------------------------------------------------------------------
+
+    def applied(self, catalog: Catalog, command: Command, applied: Applied, now_ms: int) -> None:
+        self.catalog = catalog
+        self.count(type(command).__name__)
+        self._learn_reply(command, applied.reply)
+        for record in map(records.decode, applied.records):
+            if isinstance(record, records.Drops):
+                self.causes.update(dict.fromkeys(record.generations, self._cause(command)))
+            elif isinstance(record, records.Lost):
+                for generation, _ in record.pairs:
+                    self.causes.setdefault(generation, "a replica was lost")
+            elif isinstance(record, records.Gone):
+                self.gone_segments.add(record.segment_id)
+        for generation in self.committed - self._live(catalog):
+            assert generation in self.causes, f"generation {generation} vanished"
+            self.committed.discard(generation)
+
+    def _learn_reply(self, command: Command, reply: object) -> None:
+        if isinstance(command, PutStart) and isinstance(reply, Granted):
+            for key, generation in zip(command.keys, reply.generations, strict=True):
+                if generation:
+                    assert generation > max(self.keys, default=0), "a generation is used again"
+                    self.keys[generation] = key
+            for _, segment_id, _, _, generation in grant_rows(reply):
+                self.segments.setdefault(generation, set()).add(segment_id)
+        elif isinstance(command, PutEnd) and isinstance(reply, Statuses):
+            for generation, code in zip(command.generations, reply.status, strict=True):
+                if code == 0:
+                    self.committed.add(generation)
+
+    @staticmethod
+    def _cause(command: Command) -> str:
+        if isinstance(command, Remove):
+            return "forced" if command.force else "removed"
+        return "damaged" if isinstance(command, Report) else "space, time or node"
+
+    @staticmethod
+    def _live(catalog: Catalog) -> set[int]:
+        table = catalog.state.table
+        return {table.generation[slot] for slot in table.live()}
+
+    def durable(self, written: Sequence[bytes]) -> None:
+        for record in map(records.decode, written):
+            if isinstance(record, records.Commits):
+                self.durable_commits.update(record.generations)
+            elif isinstance(record, records.GrantFields):
+                self.durable_grants.update(record.generations)
+            elif isinstance(record, records.Drops):
+                self.durable_drops.update(record.generations)
+
+    def master_restarted(self, catalog: Catalog, now_ms: int) -> None:
+        """Only what had not reached the disk may be different now."""
+        self.catalog = catalog
+        self.lives += 1
+        live = self._live(catalog)
+        running = {
+            put.first + index
+            for tenant in catalog.state.tenants
+            for put, index in tenant.writing.values()
+        }
+        for generation in self.committed - live:
+            assert (
+                generation not in self.durable_commits & self.durable_grants
+                or generation in self.durable_drops
+                or generation in self.causes
+                or self.segments[generation] & self.gone_segments
+            ), f"generation {generation} was durable and is lost"
+            self.causes.setdefault(generation, "the log was lost")
+        self.committed = live | (self.committed & live)
+        for generation in live | running:
+            assert generation not in self.durable_drops, "back from the dead"
+            if generation in self.causes:
+                self.risen.add(generation)
+                self.causes.pop(generation)
+        self.orphans = set(self.keys) - live - running
+
+    def removal_acknowledged(self, keys: Sequence[bytes], reply: object, floor: int) -> None:
+        if isinstance(reply, Statuses):
+            for key, code in zip(keys, reply.status, strict=True):
+                if code == 0:
+                    self.floors[key] = max(floor, self.floors.get(key, 0))
+
+    # --- the nodes ------------------------------------------------------------------------------
+
+    def node_lost(self, segment_id: int) -> None:
+        self.gone_segments.add(segment_id)
+
+    def judge_write(self, segment_id: int, units: range, generation: int) -> None:
+        """A node writes: nothing that lives, and no other grant, may be there."""
+        assert self.catalog is not None
+        if generation in self.orphans or segment_id in self.gone_segments:
+            return
+        state = self.catalog.state
+        segment = state.members.by_id.get(segment_id)
+        if segment is None:
+            return
+        for other, length, place in self._extents():
+            if place >> PLACE_BITS != segment.index or other == generation:
+                continue
+            start = place & PLACE_MASK
+            end = start + extent_units(length)
+            assert end <= units.start or units.stop <= start, (
+                f"generation {generation} writes {units} over generation {other} at {start}..{end}"
+            )
+
+    def _extents(self) -> list[tuple[int, int, int]]:
+        assert self.catalog is not None
+        table = self.catalog.state.table
+        found = [
+            (table.generation[slot], table.length[slot], place)
+            for slot in table.live()
+            for place in table.places(slot)
+        ]
+        for tenant in self.catalog.state.tenants:
+            for put, index in tenant.writing.values():
+                found += [
+                    (put.first + index, put.lengths[index], place) for place in put.places[index]
+                ]
+        return found
+
+    def damaged(self, generation: int) -> None:
+        """A sealed extent does not hold its own bytes: only if it had ended before."""
+        self.count("checksum mismatches")
+        assert generation in self.causes or generation in self.risen, (
+            f"bytes of living generation {generation} were overwritten"
+        )
+
+    # --- the clients ----------------------------------------------------------------------------
+
+    def judge_read(self, key: bytes, generation: int, floor: int) -> None:
+        assert self.keys[generation] == key, "bytes of another object"
+        assert generation >= floor, f"{key!r} was removed and is read again"
+        self.count("good reads")
+
+    def judge_stale(self, generation: int, segment_id: int, lives: int, leased: bool) -> None:
+        """A reader found something else there."""
+        self.count("stale reads")
+        if not leased or lives != self.lives or segment_id in self.gone_segments:
+            return
+        cause = self.causes.get(generation, "")
+        assert cause in ("forced", "damaged") or generation in self.risen, (
+            f"generation {generation} was leased and is gone ({cause or 'no cause'})"
+        )

@@ -1,0 +1,235 @@
+"""A node in the model: memory in units, pulls that take time, the rules of design/extent.md.
+
+Rules that the catalog relies on, and that the real node must keep as well:
+
+* a grant is believed only with the secret of the latest mount, and not after its expiry on the
+  master's clock, which the node follows from the master's answers;
+* a pull whose extent overlaps one that still runs here is refused (a process that was stopped in
+  the middle of a copy goes on copying when it wakes up);
+* before it mounts (again), the node ends its running pulls;
+* a new segment id means that nothing in memory counts any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sim_history import History
+from sim_master import Answer
+from sim_world import Call, Script, Sleep, World
+
+from mooncake_py.errors import ChecksumMismatch, LeaseExpired
+from mooncake_py.master.commands import Heartbeat, Mount, Mounted, Refused
+from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.model import EXTENT_ROW, extent_bytes
+
+
+@dataclass
+class Header:
+    generation: int
+    length: int
+    key: bytes
+    sealed: bool = False
+
+
+@dataclass(frozen=True)
+class Pull:
+    segment_id: int
+    secret: int
+    rows: bytes
+    keys: tuple[bytes, ...]
+    take_ms: int
+
+
+@dataclass(frozen=True)
+class Read:
+    offset: int
+    length: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a reader got: the generation it read, or the error that validation came to."""
+
+    generation: int = 0
+    code: int = 0
+
+
+class Node:
+    def __init__(
+        self, world: World, name: str, nbytes: int, settings: CatalogSettings, history: History
+    ) -> None:
+        self.world = world
+        self.name = name
+        self.nbytes = nbytes
+        self.settings = settings
+        self.history = history
+        self.incarnation = 0
+        self.up = False
+        self.draining = False
+        self.start()
+
+    def start(self) -> None:
+        self.incarnation += 1
+        self.up = True
+        self.segment_id = 0
+        self.secret = 0
+        self.master_ms: tuple[int, int] | None = None  # (its time, ours)
+        self.headers: dict[int, Header] = {}  # by offset
+        self.memory: list[int] = [0] * (self.nbytes // 64)  # generation that wrote each unit
+        self.running: dict[int, tuple[int, int]] = {}  # pull number -> range
+        self._pulls = 0
+        self.world.processes[self.name] = self
+        life = self.incarnation
+        self.world.start(self.name, self._keep_mounted(), lambda: self.alive(life))
+
+    def alive(self, life: int) -> bool:
+        return self.up and life == self.incarnation
+
+    def crash(self) -> None:
+        self.up = False
+        self.world.processes.pop(self.name, None)
+        self.history.node_lost(self.segment_id)
+
+    # --- master ---------------------------------------------------------------------------------
+
+    def _keep_mounted(self) -> Script:
+        while True:
+            if not self.secret:
+                yield from self._mount()
+            else:
+                command = Heartbeat(self.name, self.incarnation, self.segment_id, self.draining)
+                answer = yield Call("master", command, self.settings.heartbeat_ms)
+                if isinstance(answer, Answer):
+                    self._follow(answer)
+                    if isinstance(answer.reply, Refused):
+                        self.secret = 0
+                        continue
+                    for rows in answer.unseals:
+                        self._unseal(rows)
+            yield Sleep(self.settings.heartbeat_ms // 2)
+
+    def _mount(self) -> Script:
+        self.running.clear()  # what runs stops here, and its extents stay unsealed
+        command = Mount(
+            self.name, self.incarnation, f"{self.name}:1", self.incarnation, self.nbytes,
+            self.name, self.segment_id,
+        )  # fmt: skip
+        answer = yield Call("master", command, 4 * self.settings.heartbeat_ms)
+        if not isinstance(answer, Answer) or not isinstance(answer.reply, Mounted):
+            return
+        self._follow(answer)
+        if answer.reply.segment_id != self.segment_id:
+            self.history.node_lost(self.segment_id)
+            self.segment_id = answer.reply.segment_id
+            self.headers.clear()
+        (self.secret,) = answer.secrets
+
+    def _follow(self, answer: Answer) -> None:
+        self.master_ms = (answer.now_ms, self.world.now_ms)
+
+    def _master_now_ms(self) -> int:
+        assert self.master_ms is not None
+        return self.master_ms[0] + self.world.now_ms - self.master_ms[1]
+
+    # --- data -----------------------------------------------------------------------------------
+
+    def receive(self, sender: str, message: object, answer: Callable[[object], None]) -> None:
+        if isinstance(message, Pull):
+            self._pull(message, answer)
+        elif isinstance(message, Read):
+            answer(self._read(message))
+
+    def _read(self, read: Read) -> Bytes:
+        header = self.headers.get(read.offset)
+        if (
+            header is None
+            or not header.sealed
+            or header.generation != read.generation
+            or header.length != read.length
+        ):
+            return Bytes(code=LeaseExpired.code)
+        units = self._units(read.offset, read.length)
+        if set(self.memory[units.start : units.stop]) != {header.generation}:
+            self.history.damaged(header.generation)
+            return Bytes(code=ChecksumMismatch.code)
+        return Bytes(header.generation)
+
+    @staticmethod
+    def _units(offset: int, length: int) -> range:
+        return range(offset // 64, (offset + extent_bytes(length)) // 64)
+
+    def _pull(self, pull: Pull, answer: Callable[[object], None]) -> None:
+        rows = list(EXTENT_ROW.iter_unpack(pull.rows))
+        statuses = [33] * len(rows)
+        self.world.start(
+            self.name,
+            self._copy(pull, rows, statuses, answer),
+            lambda life=self.incarnation: self.alive(life),  # type: ignore[misc]
+        )
+
+    def _copy(
+        self,
+        pull: Pull,
+        rows: list[tuple[int, ...]],
+        statuses: list[int],
+        answer: Callable[[object], None],
+    ) -> Script:
+        begun: list[tuple[int, int, int, int, int]] = []
+        for at, row in enumerate(rows):
+            _, _, offset, length, generation, expires_ms, _, _ = row
+            units = self._units(offset, length)
+            if self._refuses(pull, offset, units, generation, expires_ms):
+                continue
+            self._forget_headers(units)
+            self.headers[offset] = Header(generation, length, pull.keys[at])
+            self._pulls += 1
+            self.running[self._pulls] = (units.start, units.stop)
+            begun.append((at, self._pulls, offset, length, generation))
+            self.history.judge_write(self.segment_id, units, generation)
+            self._write(units, generation, first_half=True)
+        woken_ms = self.world.now_ms + pull.take_ms
+        yield Sleep(pull.take_ms)
+        on_time = self.world.now_ms == woken_ms  # else this process was stopped meanwhile
+        for at, number, offset, length, generation in begun:
+            if self.running.pop(number, None) is None:
+                continue  # ended by a mount meanwhile
+            if on_time:
+                self.history.judge_write(self.segment_id, self._units(offset, length), generation)
+            self._write(self._units(offset, length), generation, first_half=False)
+            header = self.headers.get(offset)
+            if header is not None and header.generation == generation:
+                header.sealed = True
+                statuses[at] = 0
+        answer(tuple(statuses))
+
+    def _refuses(
+        self, pull: Pull, offset: int, units: range, generation: int, expires_ms: int
+    ) -> bool:
+        if pull.segment_id != self.segment_id or pull.secret != self.secret or not self.secret:
+            return True
+        if expires_ms <= self._master_now_ms():
+            return True
+        header = self.headers.get(offset)
+        if header is not None and header.generation >= generation:
+            return True
+        return any(start < units.stop and units.start < end for start, end in self.running.values())
+
+    def _forget_headers(self, units: range) -> None:
+        for offset in [each for each in self.headers if each // 64 in units]:
+            del self.headers[offset]
+
+    def _write(self, units: range, generation: int, first_half: bool) -> None:
+        middle = (units.start + units.stop) // 2
+        part = range(units.start, middle + 1) if first_half else range(middle, units.stop)
+        for unit in part:
+            if unit < units.stop:
+                self.memory[unit] = generation
+
+    def _unseal(self, rows: bytes) -> None:
+        for _, _, offset, _, generation, *_ in EXTENT_ROW.iter_unpack(rows):
+            header = self.headers.get(offset)
+            if header is not None and header.generation == generation:
+                header.sealed = False

@@ -1,0 +1,28 @@
+"""A bounded number of seeds; `python -m tests.sim SEED` reproduces a red one."""
+
+from __future__ import annotations
+
+import pytest
+from sim_run import simulate
+
+SEEDS = 24
+
+
+@pytest.mark.parametrize("seed", range(1, SEEDS + 1))
+def test_promises_hold_whatever_the_network_and_the_processes_do(seed: int) -> None:
+    outcome = simulate(seed)
+    assert outcome.counts["PutStart"] > 0
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    one, two = simulate(3, 1_500), simulate(3, 1_500)
+    assert (one.steps, one.counts, one.trace) == (two.steps, two.counts, two.trace)
+
+
+def test_seeds_reach_what_they_are_meant_to_reach() -> None:
+    totals: dict[str, int] = {}
+    for seed in range(100, 106):
+        for what, number in simulate(seed).counts.items():
+            totals[what] = totals.get(what, 0) + number
+    for what in ("good reads", "stale reads", "Remove", "Report", "Mount", "PutRevoke"):
+        assert totals.get(what, 0) > 5, f"hardly any {what}"
