@@ -107,6 +107,7 @@ void check_all_at_once(uint32_t transports, uint32_t loss_ppm, uint32_t cut_ppm)
   std::vector<uint8_t> source = numbers(4 * kMiB, 5), sink(4 * kMiB);
   const uint32_t readable = offer(there, source, MC_ACCESS_REMOTE_READ);
   const uint32_t writable = offer(there, sink, MC_ACCESS_REMOTE_READ | MC_ACCESS_REMOTE_WRITE);
+  const uint32_t patience_ms = loss_ppm > 0 || cut_ppm > 0 ? 200 : kMs;
   std::atomic<bool> ending{false};
   std::atomic<uint64_t> good{0};
   const auto work = [&](uint64_t number) {
@@ -126,7 +127,7 @@ void check_all_at_once(uint32_t transports, uint32_t loss_ppm, uint32_t cut_ppm)
         mc_batch_close(batch);
         memset(target.data(), 0, n);  // nobody writes here any more
       } else if (number % 3 == 1) {
-        const int32_t status = mc_transfer(here, peer, slices, 1, 200);
+        const int32_t status = mc_transfer(here, peer, slices, 1, patience_ms);
         if (status == MC_OK && slices[0].crc == mc_crc32c(source.data() + offset, n, 0)) {
           CHECK_EQ(memcmp(target.data(), source.data() + offset, n), 0);
           ++good;
@@ -134,9 +135,9 @@ void check_all_at_once(uint32_t transports, uint32_t loss_ppm, uint32_t cut_ppm)
         CHECK(loss_ppm > 0 || cut_ppm > 0 || status == MC_OK || ending);
       } else {
         mc_slice out = slice(MC_OP_WRITE, writable, number * 4096, source.data(), 4096);
-        (void)mc_transfer(here, peer, &out, 1, 200);
+        (void)mc_transfer(here, peer, &out, 1, patience_ms);
         mc_message reply{};
-        if (mc_message_request(here, peer, 1, &i, sizeof i, 200, &reply) == MC_OK) {
+        if (mc_message_request(here, peer, 1, &i, sizeof i, patience_ms, &reply) == MC_OK) {
           CHECK_EQ(reply.nbytes, sizeof i);
           CHECK_EQ(memcmp(reply.data, &i, sizeof i), 0);
           ++good;

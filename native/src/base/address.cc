@@ -19,7 +19,8 @@ namespace mc {
 namespace {
 
 constexpr int kBacklog = 1024;           // first contacts that arrive in one burst
-constexpr int kUserTimeoutMs = 20'000;   // unacknowledged data: the peer's host is gone
+constexpr int kUserTimeoutMs = 60'000;   // data without an answer: the peer's host is gone, or
+                                         // its program takes nothing any more
 constexpr int kKeepaliveIdleS = 10, kKeepaliveEveryS = 3, kKeepaliveProbes = 3;
 
 void set(int fd, int level, int option, int value) {

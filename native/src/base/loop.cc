@@ -43,6 +43,7 @@ void Loop::stop() {
   std::vector<Call> posted;
   std::map<std::pair<int64_t, uint64_t>, Call> timers;
   const std::lock_guard lock(mutex_);  // destructors of the dropped run after the lock
+  stopped_ = true;
   sources.swap(sources_);
   posted.swap(posted_);
   timers.swap(timers_);
@@ -51,6 +52,7 @@ void Loop::stop() {
 
 int32_t Loop::add(std::shared_ptr<Source> source, int fd, uint32_t events) {
   const std::lock_guard lock(mutex_);
+  if (stopped_) return fail(MC_E_CANCELLED, "the engine was closed");
   const uint64_t id = next_id_++;
   epoll_event event{};
   event.events = events;
@@ -85,6 +87,7 @@ void Loop::remove(Source& source, int fd) {
 void Loop::post(Call call) {
   {
     const std::lock_guard lock(mutex_);
+    if (stopped_) return;
     posted_.push_back(std::move(call));
   }
   if (!on_progress()) wake();
@@ -95,6 +98,7 @@ uint64_t Loop::call_at(Deadline at, Call call) {
   uint64_t id = 0;
   {
     const std::lock_guard lock(mutex_);
+    if (stopped_) return 0;
     id = next_id_++;
     timers_.emplace(std::pair(at.at_ns(), id), std::move(call));
     timer_times_.emplace(id, at.at_ns());

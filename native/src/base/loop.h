@@ -39,7 +39,8 @@ class Loop {
 
   ~Loop() { stop(); }
   int32_t start();
-  void stop();  // joins; sources and calls that are left are dropped. Not from the progress thread
+  // Joins; sources and calls that are left, or come later, are dropped. Not from the progress thread.
+  void stop();
 
   int32_t add(std::shared_ptr<Source> source, int fd, uint32_t events);
   void modify(const Source& source, int fd, uint32_t events);
@@ -68,6 +69,7 @@ class Loop {
   std::vector<Call> posted_;
   std::map<std::pair<int64_t, uint64_t>, Call> timers_;  // by (time, id)
   std::unordered_map<uint64_t, int64_t> timer_times_;
+  bool stopped_ = false;
   uint64_t next_id_ = 1;
   int64_t waiting_until_ns_ = 0;  // what the progress thread sleeps for at most
 };
