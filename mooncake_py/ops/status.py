@@ -49,7 +49,8 @@ def cluster_status(master: str, timeout_ms: int) -> ClusterStatus:
     finally:
         client.close()
     nodes = [
-        NodeStatus(s.node, s.state, s.address, s.used_bytes, s.nbytes) for s in status.segments
+        NodeStatus(s.node, s.state, s.address, s.used_bytes, s.nbytes)
+        for s in sorted(status.segments, key=lambda s: (s.node, s.segment_id))
     ]
     counters = dict(status.counters)
     return ClusterStatus(status.objects, status.used_bytes, status.capacity_bytes, nodes, counters)
