@@ -148,6 +148,10 @@ class Cluster:
     def _launch(self, name: str, module: str, arguments: Sequence[str]) -> Daemon:
         return Daemon(Child(name, module, arguments, self.folder))
 
+    def has_nodes(self) -> bool:
+        """Does any node still run?"""
+        return any(node.child.exit_code() is None for node in self.nodes)
+
     def casualties(self) -> list[str]:
         """Daemons that have ended though nobody stopped them, in words."""
         return [

@@ -133,6 +133,8 @@ def _work(
     child = Child(name, "mooncake_py.ops.worker", (), cluster.folder, stdin=job.to_json())
     with child:
         for event in _events(child):
+            if not cluster.has_nodes():
+                raise ClusterError("no node is left: " + ", ".join(cluster.casualties()), remedy="")
             if event["event"] == "progress":
                 progress(name, event["done"], total)
             elif event["event"] == "phase":

@@ -177,6 +177,28 @@ def test_an_interrupted_command_leaves_nothing(
 
 
 @pytest.mark.parametrize(
+    ("victim", "words"),
+    [
+        ("mooncake_py.master.server", "the writer gave up"),
+        ("mooncake_py.store.node", "no node is left"),
+    ],
+)
+def test_without_a_master_or_any_node_the_replay_ends_and_says_so(
+    marked: Marked, tmp_path: Path, victim: str, words: str
+) -> None:
+    with start(marked, tmp_path, *LONG, "--nodes", "1") as command:
+        wait_until(lambda: marked.pids("mooncake_py.ops.worker"), "the writer works")
+        for pid in marked.pids(victim):
+            os.kill(pid, signal.SIGKILL)
+        _, complaints = command.communicate(timeout=60)
+    assert command.returncode == 1
+    assert words in complaints
+    assert "Traceback" not in complaints
+    wait_until(lambda: marked.pids() == [], "all processes are gone")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--trace", "absent.jsonl"], "absent.jsonl: No such file"),
