@@ -5,7 +5,7 @@ number, does no I/O and never blocks; the same calls in the same order always de
 the leader, in a standby, after recovery and in the simulator. One thread calls it.
 
     commands.py    what can be asked and what is answered
-    puts.py reads.py removal.py nodes.py   the verbs
+    puts.py reads.py removal.py nodes.py quotas.py   the verbs
     state.py       the state and the only steps that end an attempt
     lifecycle.py   the table those steps obey
     objects.py tenant.py membership.py allocator.py eviction.py lease.py placement.py   the parts
@@ -15,9 +15,10 @@ the leader, in a standby, after recovery and in the simulator. One thread calls 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
-from mooncake_py.master import nodes, puts, reads, removal, replay
+from mooncake_py.master import nodes, puts, quotas, reads, removal, replay
 from mooncake_py.master.commands import (
     Applied,
     Command,
@@ -33,6 +34,7 @@ from mooncake_py.master.commands import (
     Remove,
     Report,
     SegmentInfo,
+    SetQuota,
     Status,
     StatusInfo,
     Tick,
@@ -44,12 +46,14 @@ from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.state import CatalogState, Work
 from mooncake_py.model import EXTENT_ALIGN_BYTES
 
+_TENANTS_SHOWN = 100  # of a status
 _HOUSEKEEPING_MS = 10_000
 
 
 def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
     """Everything that time does."""
     work = Work()
+    state.order.retry()
     state.expire_grants(work, now_ms)
     state.free_rested(now_ms)
     state.end_ttls(work, now_ms)
@@ -58,7 +62,7 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
     _evict_to_watermark(state, work, command.evict_max, now_ms)
     if now_ms >= state.housekeeping_ms:
         state.housekeeping_ms = now_ms + _HOUSEKEEPING_MS
-        state.tenants.forget_empty()
+        state.forget_empty_tenants()
     if state.doubts:
         state.doubts = {which: until for which, until in state.doubts.items() if until > now_ms}
     return work.done(Done(), now_ms)
@@ -94,6 +98,7 @@ def _status(state: CatalogState, command: Status, now_ms: int) -> Applied:
         capacity_bytes=EXTENT_ALIGN_BYTES * sum(each.allocator.units for each in present),
         segments=[_segment_info(each) for each in present],
         counters=counters,
+        tenants=[quotas.tenant_info(each) for each in islice(state.tenants, _TENANTS_SHOWN)],
     )
     return Applied(info)
 
@@ -117,6 +122,7 @@ _VERBS: dict[type, Callable[[CatalogState, Any, int], Applied]] = {
     Locate: reads.locate,
     List: reads.list_keys,
     Report: reads.report,
+    SetQuota: quotas.set_quota,
     PutStart: puts.put_start,
     PutEnd: puts.put_end,
     PutRevoke: puts.put_revoke,

@@ -90,6 +90,18 @@ class Report:
     codes: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class SetQuota:
+    """What a tenant may hold; 0 = no limit in that respect. `policy`: what a put beyond it meets,
+    "reject", "evict_own" or "borrow" (tenant.py). `remove`: the quota ends."""
+
+    tenant: str
+    bytes_max: int = 0
+    keys_max: int = 0
+    policy: str = "reject"
+    remove: bool = False
+
+
 # --- nodes and time -----------------------------------------------------------------------------
 
 
@@ -134,7 +146,7 @@ class Status:
 
 
 Command = (
-    Exists | Locate | PutStart | PutEnd | PutRevoke | Remove | List | Report
+    Exists | Locate | PutStart | PutEnd | PutRevoke | Remove | List | Report | SetQuota
     | Mount | Heartbeat | Unmount | Tick | Status
 )  # fmt: skip
 
@@ -206,17 +218,29 @@ class SegmentInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantInfo:
+    name: str
+    keys: int  # complete and in writing
+    used_bytes: int  # of their extents, all replicas
+    bytes_max: int  # 0: no quota
+    keys_max: int
+    policy: str  # "" without a quota
+    counters: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class StatusInfo:
     objects: int
     used_bytes: int
     capacity_bytes: int
     segments: Sequence[SegmentInfo]
     counters: dict[str, float]
+    tenants: Sequence[TenantInfo] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Answer of Heartbeat, Unmount, Tick."""
+    """Answer of Heartbeat, Unmount, Tick, SetQuota."""
 
 
 Reply = (

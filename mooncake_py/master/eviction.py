@@ -1,16 +1,22 @@
 """Order of eviction: which object goes next. Cost is proportional to what is asked, never a scan.
 
-Rules. `EvictionPolicy.victim(now_ms)` names an object that may go now, or -1. Objects with a
-running lease or a hard pin are never named; soft-pinned ones only when nothing else is left.
+Rules. Every tenant has a `Pool` with one policy; `EvictionPool.victim(now_ms)` names an object that
+may go now, or -1. Objects with a running lease or a hard pin are never named; soft-pinned ones only
+when nothing else is left in the pool. `EvictionOrder` compares the pools: the victim of the cluster
+is the one of all pools' victims that was accessed longest ago. Policies are `Lru` here and `S3Fifo`
+in `s3fifo.py`; what they share (links, parking, pins) is `Pool`.
 
-`Lru` keeps three doubly linked lists in packed arrays: `fresh` (never located since the commit,
-oldest first), `read` (located, oldest access first) and `soft` (soft-pinned). The victim is the
-older of the two heads. Two facts make that O(1) although leases protect objects:
+Lists are doubly linked through two packed columns (`Links`): a slot is its own node, list heads lie
+behind the slots.
 
-* Every Locate grants at least `lease_ms`, and `read` is in order of access, so if its head is
-  within that plain lease, all of `read` is; `fresh` holds no leases at all.
-* An object with a longer lease (`LONG_LEASE`) that reaches the head is *parked*: taken out of its
-  list and entered in a heap by the end of the lease, from where it returns to the head.
+*Parking.* A protected object that a policy meets at the cold end is taken out of its list and
+entered in a heap by the end of its protection, from where it returns to the cold end. Each lease is
+met at most once, so protection costs its own share and hides nothing.
+
+`Lru` keeps three lists: `fresh` (never located since the commit, oldest first), `read` (located,
+oldest access first) and `soft` (soft-pinned). The victim is the older of the first two heads. It
+parks only long leases: every Locate grants at least `lease_ms`, and `read` is in order of access,
+so if its head is within that plain lease, all of `read` is; `fresh` holds no leases at all.
 
 Not thread-safe; pure.
 """
@@ -18,8 +24,8 @@ Not thread-safe; pure.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol
 
 from mooncake_py.master.objects import (
     HARD_PIN,
@@ -31,140 +37,120 @@ from mooncake_py.master.objects import (
     ObjectTable,
 )
 
-_FRESH, _READ, _SOFT, _LISTS = 0, 1, 2, 3
+
+class Links:
+    """Doubly linked lists of slots. A list is named by its head, a node that is no slot."""
+
+    __slots__ = ("_free", "_heads", "next", "previous")
+
+    def __init__(self, slots_max: int, lists_max: int) -> None:
+        self.next = Column("u4", slots_max + lists_max).one
+        self.previous = Column("u4", slots_max + lists_max).one
+        self._heads = slots_max
+        self._free: list[int] = []
+
+    def new_list(self) -> int:
+        if self._free:
+            return self._free.pop()
+        head = self._heads
+        self._heads += 1
+        self.next[head] = self.previous[head] = head
+        return head
+
+    def free_list(self, head: int) -> None:
+        """The list must be empty."""
+        assert self.next[head] == head
+        self._free.append(head)
+
+    def append(self, slot: int, head: int) -> None:
+        last = self.previous[head]
+        self.next[last] = slot
+        self.previous[slot] = last
+        self.next[slot] = head
+        self.previous[head] = slot
+
+    def prepend(self, slot: int, head: int) -> None:
+        first = self.next[head]
+        self.previous[first] = slot
+        self.next[slot] = first
+        self.previous[slot] = head
+        self.next[head] = slot
+
+    def unlink(self, slot: int) -> None:
+        before, after = self.previous[slot], self.next[slot]
+        self.next[before] = after
+        self.previous[after] = before
 
 
-class EvictionPolicy(Protocol):
-    """One order of eviction over the slots of an `ObjectTable`.
+class Pool(ABC):
+    """The evictable objects of one tenant, in one policy's order.
 
     The table's flags and side dictionaries are set before `add` and `touch` are called; `remove`
-    comes before the slot is dropped. A policy stores nothing about a slot it was told to remove.
+    comes before the slot is dropped. `listed`: the `EvictionOrder` knows of it.
     """
 
-    def add(self, slot: int, now_ms: int) -> None: ...
+    lists = 1  # how many lists a pool of this policy has
 
-    def touch(self, slots: Iterable[int], now_ms: int) -> None:
-        """These were located: their stamps become now."""
-
-    def renew(self, slot: int, now_ms: int) -> None:
-        """Somebody wanted to put this object again: it goes as if it were new."""
-
-    def remove(self, slot: int) -> None: ...
-
-    def victim(self, now_ms: int) -> int:
-        """The next to go, still in the order; or -1."""
-
-    def set_aside(self, slot: int, until_ms: int) -> None:
-        """Do not name this victim again before `until_ms`."""
-
-
-class Lru:
-    """Least recently located first."""
-
-    def __init__(self, table: ObjectTable, lease_ms: int) -> None:
+    def __init__(self, table: ObjectTable, links: Links, lease_ms: int) -> None:
         self._table = table
+        self._links = links
         self._lease_ms = lease_ms
-        self._next = Column("u4", table.capacity + _LISTS).one
-        self._previous = Column("u4", table.capacity + _LISTS).one
-        for sentinel in range(_LISTS):  # the first nodes stand for the lists
-            self._next[sentinel] = self._previous[sentinel] = sentinel
+        self._heads = [links.new_list() for _ in range(self.lists)]
         self._parked: list[tuple[int, int, int]] = []  # heap: until ms, slot, generation
         self._pins: list[tuple[int, int, int]] = []  # heap: end of soft pin, slot, generation
+        self.listed = False
+
+    def close(self) -> None:
+        """The tenant is forgotten; the pool must be empty."""
+        for head in self._heads:
+            self._links.free_list(head)
 
     def add(self, slot: int, now_ms: int) -> None:
+        """A new object."""
         table = self._table
         table.stamp[slot] = now_ms
         flags = table.flags[slot]
-        if flags & HARD_PIN:
-            return
         if flags & SOFT_PIN:
             pin = (table.soft_pins[slot], slot, table.generation[slot])
             heapq.heappush(self._pins, pin)
-            self._append(slot, _SOFT)
-        else:
-            self._append(slot, _FRESH)
+        if not flags & HARD_PIN:
+            self._enter(slot)
 
+    @abstractmethod
+    def _enter(self, slot: int) -> None:
+        """Put a new object, or one whose soft pin begins or ends, into its list."""
+
+    @abstractmethod
+    def _return(self, slot: int) -> None:
+        """Put a parked object, or one whose pin has ended, where it will soon be looked at."""
+
+    @abstractmethod
     def touch(self, slots: Iterable[int], now_ms: int) -> None:
-        stamp, all_flags = self._table.stamp, self._table.flags
-        next_, previous = self._next, self._previous
-        for slot in slots:
-            stamp[slot] = now_ms
-            flags = all_flags[slot]
-            node = slot + _LISTS
-            if flags & (HARD_PIN | SOFT_PIN | PARKED):
-                self._touch_protected(slot, flags)
-                continue
-            if not flags & READ:
-                all_flags[slot] = flags | READ
-            after = next_[node]
-            if after == _READ:
-                continue
-            before = previous[node]
-            next_[before] = after
-            previous[after] = before
-            last = previous[_READ]
-            next_[last] = node
-            previous[node] = last
-            next_[node] = _READ
-            previous[_READ] = node
+        """These were located: their stamps become now."""
 
-    def _touch_protected(self, slot: int, flags: int) -> None:
-        self._table.flags[slot] = (flags | READ) & ~PARKED
-        if flags & HARD_PIN:
-            return
-        if not flags & PARKED:
-            self._unlink(slot)
-        self._append(slot, _SOFT if flags & SOFT_PIN else _READ)
-
+    @abstractmethod
     def renew(self, slot: int, now_ms: int) -> None:
-        table = self._table
-        flags = table.flags[slot]
-        if flags & (HARD_PIN | SOFT_PIN | PARKED):
-            return
-        if table.leased_until(slot, self._lease_ms) > now_ms:
-            return  # it was located a moment ago
-        table.flags[slot] = flags & ~READ  # so that the new stamp is not taken for a lease
-        table.stamp[slot] = now_ms
-        self._unlink(slot)
-        self._append(slot, _FRESH)
+        """Somebody wanted to put this object again: it is wanted as if it were new."""
+
+    @abstractmethod
+    def _choose(self, now_ms: int) -> int:
+        """The next to go, still in its list; or -1."""
 
     def remove(self, slot: int) -> None:
         if not self._table.flags[slot] & (HARD_PIN | PARKED):
-            self._unlink(slot)
+            self._links.unlink(slot)
 
     def victim(self, now_ms: int) -> int:
-        self._return_parked(now_ms)
-        self._end_pins(now_ms)
-        table, next_ = self._table, self._next
-        stamp = table.stamp
-        read_locked = False
-        while True:
-            fresh, read = next_[_FRESH] - _LISTS, next_[_READ] - _LISTS
-            if fresh >= 0 and (read < 0 or read_locked or stamp[fresh] <= stamp[read]):
-                return fresh
-            if read < 0 or read_locked:
-                return self._soft_victim(now_ms)
-            until = table.leased_until(read, self._lease_ms)
-            if until <= now_ms:
-                return read
-            if table.flags[read] & LONG_LEASE:
-                self.set_aside(read, until)
-            else:
-                read_locked = True
-
-    def _soft_victim(self, now_ms: int) -> int:
-        node = self._next[_SOFT]
-        while node != _SOFT:
-            slot = node - _LISTS
-            until = self._table.leased_until(slot, self._lease_ms)
-            if until <= now_ms:
-                return slot
-            node = self._next[node]
-            self.set_aside(slot, until)
-        return -1
+        """The next to go, still in the order; or -1."""
+        if self._parked:
+            self._return_parked(now_ms)
+        if self._pins:
+            self._end_pins(now_ms)
+        return self._choose(now_ms)
 
     def set_aside(self, slot: int, until_ms: int) -> None:
-        self._unlink(slot)
+        """Park: do not name this one again before `until_ms`."""
+        self._links.unlink(slot)
         self._table.flags[slot] |= PARKED
         heapq.heappush(self._parked, (until_ms, slot, self._table.generation[slot]))
 
@@ -180,7 +166,7 @@ class Lru:
                 heapq.heappush(heap, (until, slot, generation))
                 continue
             table.flags[slot] = flags & ~PARKED
-            self._prepend(slot)
+            self._return(slot)
 
     def _end_pins(self, now_ms: int) -> None:
         table, heap = self._table, self._pins
@@ -193,33 +179,166 @@ class Lru:
             table.soft_pins.pop(slot, None)
             if flags & PARKED:
                 continue  # returns by its own heap
-            self._unlink(slot)
+            self._links.unlink(slot)
             if table.leased_until(slot, self._lease_ms) > now_ms:
-                self._append(slot, _READ)
+                self._enter(slot)
             else:
-                self._prepend(slot)
+                self._return(slot)
 
-    # --- linked lists ---------------------------------------------------------------------------
+    def _soft_victim(self, head: int, now_ms: int) -> int:
+        """The oldest soft-pinned object without a lease."""
+        node = self._links.next[head]
+        while node != head:
+            until = self._table.leased_until(node, self._lease_ms)
+            if until <= now_ms:
+                return node
+            after = self._links.next[node]
+            self.set_aside(node, until)
+            node = after
+        return -1
 
-    def _append(self, slot: int, which: int) -> None:
-        node, last = slot + _LISTS, self._previous[which]
-        self._next[last] = node
-        self._previous[node] = last
-        self._next[node] = which
-        self._previous[which] = node
 
-    def _prepend(self, slot: int) -> None:
-        """Back into the list it belongs to, as the oldest."""
+class Lru(Pool):
+    """Least recently located first."""
+
+    lists = 3
+
+    def __init__(self, table: ObjectTable, links: Links, lease_ms: int) -> None:
+        super().__init__(table, links, lease_ms)
+        self._fresh, self._read, self._soft = self._heads
+
+    def _list_of(self, slot: int) -> int:
         flags = self._table.flags[slot]
-        which = _SOFT if flags & SOFT_PIN else _READ if flags & READ else _FRESH
-        node, first = slot + _LISTS, self._next[which]
-        self._previous[first] = node
-        self._next[node] = first
-        self._previous[node] = which
-        self._next[which] = node
+        if flags & SOFT_PIN:
+            return self._soft
+        return self._read if flags & READ else self._fresh
 
-    def _unlink(self, slot: int) -> None:
-        node = slot + _LISTS
-        before, after = self._previous[node], self._next[node]
-        self._next[before] = after
-        self._previous[after] = before
+    def _enter(self, slot: int) -> None:
+        self._links.append(slot, self._list_of(slot))
+
+    def _return(self, slot: int) -> None:
+        self._links.prepend(slot, self._list_of(slot))
+
+    def touch(self, slots: Iterable[int], now_ms: int) -> None:
+        stamp, all_flags = self._table.stamp, self._table.flags
+        next_, previous, read = self._links.next, self._links.previous, self._read
+        for slot in slots:
+            stamp[slot] = now_ms
+            flags = all_flags[slot]
+            if flags & (HARD_PIN | SOFT_PIN | PARKED):
+                self._touch_protected(slot, flags)
+                continue
+            if not flags & READ:
+                all_flags[slot] = flags | READ
+            after = next_[slot]
+            if after == read:
+                continue
+            before = previous[slot]
+            next_[before] = after
+            previous[after] = before
+            last = previous[read]
+            next_[last] = slot
+            previous[slot] = last
+            next_[slot] = read
+            previous[read] = slot
+
+    def _touch_protected(self, slot: int, flags: int) -> None:
+        self._table.flags[slot] = (flags | READ) & ~PARKED
+        if flags & HARD_PIN:
+            return
+        if not flags & PARKED:
+            self._links.unlink(slot)
+        self._enter(slot)
+
+    def renew(self, slot: int, now_ms: int) -> None:
+        table = self._table
+        flags = table.flags[slot]
+        if flags & (HARD_PIN | SOFT_PIN | PARKED):
+            return
+        if table.leased_until(slot, self._lease_ms) > now_ms:
+            return  # it was located a moment ago
+        table.flags[slot] = flags & ~READ  # so that the new stamp is not taken for a lease
+        table.stamp[slot] = now_ms
+        self._links.unlink(slot)
+        self._enter(slot)
+
+    def _choose(self, now_ms: int) -> int:
+        table, next_ = self._table, self._links.next
+        stamp = table.stamp
+        read_locked = False
+        while True:
+            fresh, read = next_[self._fresh], next_[self._read]
+            no_read = read_locked or read == self._read
+            if fresh != self._fresh and (no_read or stamp[fresh] <= stamp[read]):
+                return fresh
+            if no_read:
+                return self._soft_victim(self._soft, now_ms)
+            until = table.leased_until(read, self._lease_ms)
+            if until <= now_ms:
+                return read
+            if table.flags[read] & LONG_LEASE:
+                self.set_aside(read, until)
+            else:
+                read_locked = True
+
+
+class EvictionOrder:
+    """Whose object goes next, over all pools.
+
+    A heap holds pools by a stamp that is never younger than that of their victim; the first pool
+    whose stamp proves right has the oldest victim. Pools without a victim wait outside the heap and
+    are asked again by `retry` (every tick) and when the heap is empty.
+    """
+
+    def __init__(self, table: ObjectTable) -> None:
+        self._table = table
+        self._heap: list[tuple[int, int, Pool]] = []
+        self._without: list[Pool] = []
+        self._count = 0
+
+    def enlist(self, pool: Pool) -> None:
+        """Know of a pool that got its first object."""
+        pool.listed = True
+        self._push(0, pool)
+
+    def forget(self, pool: Pool) -> None:
+        """The pool is empty and will not be used again."""
+        if pool.listed:
+            pool.listed = False
+            self._heap = [each for each in self._heap if each[2] is not pool]
+            heapq.heapify(self._heap)
+            self._without = [each for each in self._without if each is not pool]
+
+    def retry(self) -> None:
+        """Time has passed: pools without a victim may have one."""
+        for pool in self._without:
+            self._push(0, pool)
+        self._without.clear()
+
+    def victim(self, now_ms: int) -> int:
+        """The object of all pools that was accessed longest ago and may go; or -1."""
+        slot = self._oldest(now_ms)
+        if slot < 0 and self._without:
+            self.retry()
+            slot = self._oldest(now_ms)
+        return slot
+
+    def _oldest(self, now_ms: int) -> int:
+        heap = self._heap
+        while heap:
+            pool = heap[0][2]
+            slot = pool.victim(now_ms)
+            if slot < 0:
+                heapq.heappop(heap)
+                self._without.append(pool)
+                continue
+            stamp = self._table.stamp[slot]
+            if len(heap) == 1 or stamp <= min(each[0] for each in heap[1:3]):
+                return slot
+            heapq.heappop(heap)
+            self._push(stamp, pool)
+        return -1
+
+    def _push(self, stamp: int, pool: Pool) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (stamp, self._count, pool))

@@ -30,6 +30,7 @@ from mooncake_py.master.commands import (
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, REPLICAS, SOFT_PIN
 from mooncake_py.master.placement import Placer
+from mooncake_py.master.quotas import Allowance
 from mooncake_py.master.state import CatalogState, Work
 from mooncake_py.master.tenant import Put, Tenant
 from mooncake_py.model import (
@@ -85,6 +86,7 @@ class _PutStart:
         self.now_ms = now_ms
         self.work = Work()
         self.status = bytearray(len(command.keys))
+        self.allowance = Allowance(state, tenant)
         self.twins: list[tuple[int, int]] = []  # (index, later index) of the same key
         segments = state.members.placeable
         self.policy = command.policy
@@ -109,7 +111,8 @@ class _PutStart:
             for generation, i in enumerate(indices, put.first):
                 generations[i] = generation
             ids, rows = self._rows(put, indices)
-        state.counters["put_keys"] += len(command.keys)
+        for counters in (state.counters, self.tenant.counters):
+            counters["put_keys"] += len(command.keys)
         granted = Granted(bytes(self.status), generations, ids, rows)
         return self.work.done(granted, self.now_ms)
 
@@ -150,7 +153,7 @@ class _PutStart:
         if key in self.tenant.complete:
             slot = state.find_live(self.work, self.tenant, key, self.now_ms)
             if slot is not None:
-                state.order.renew(slot, self.now_ms)
+                self.tenant.pool.renew(slot, self.now_ms)
                 return True
         grant = self.tenant.writing.get(key)
         if grant is None:
@@ -201,7 +204,8 @@ class _PutStart:
         return indices[:-surplus]
 
     def _special(self) -> bool:
-        return self.policy.replica_count > 1 or self.policy.hard_pin
+        policy = self.policy
+        return policy.replica_count > 1 or policy.hard_pin or self.tenant.quota is not None
 
     def _place(self, units: int) -> tuple[int, ...] | int:
         """Places of all replicas of one object; or the status that says why not."""
@@ -213,6 +217,9 @@ class _PutStart:
             wanted = state.hard_pinned_units + units * replicas
             if wanted > self.capacity * state.settings.hard_pin_max_ratio:
                 return _QUOTA
+        if not self.allowance.take(self.work, units * replicas, self.now_ms):
+            self.tenant.counters["quota_refusals"] += 1
+            return _QUOTA
         self.room -= units * replicas
         if self.room < 0:
             self.room += state.evict(self.work, -self.room, self.now_ms)
@@ -225,9 +232,11 @@ class _PutStart:
                 for each in places:
                     state.release(each, units, 0, self.now_ms)
                 self.room += units * replicas
+                self.allowance.give_back(units * replicas)
                 return _SPACE
             else:
                 self.room += units * (replicas - index)
+                self.allowance.give_back_units(units * (replicas - index))
                 break
         if policy.hard_pin:
             state.hard_pinned_units += units * len(places)
@@ -390,8 +399,7 @@ def commit(state: CatalogState, put: Put, index: int, now_ms: int) -> None:
         soft_pin = now_ms + put.soft_pin_ms if put.soft_pin_ms else 0
         ttl = now_ms + put.ttl_ms if put.ttl_ms else 0
         dress(state, slot, places, put.hard_pin, soft_pin, ttl)
-    tenant.complete[key] = slot
-    state.order.add(slot, now_ms)
+    state.enter(tenant, key, slot, now_ms)
     state.close_grants(put, 1)
 
 

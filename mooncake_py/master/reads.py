@@ -132,9 +132,10 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
         for slot in slots:
             table.leases[slot] = max(until, table.leases.get(slot, 0))
             flags_of[slot] |= LONG_LEASE
-    state.order.touch(slots, now_ms)
-    state.counters["locate_hits"] += len(slots)
-    state.counters["locate_misses"] += len(status) - len(slots)
+    tenant.pool.touch(slots, now_ms)
+    for counters in (state.counters, tenant.counters):
+        counters["locate_hits"] += len(slots)
+        counters["locate_misses"] += len(status) - len(slots)
     ids = [state.members.at(index).segment_id for index in entries]
     return Applied(Located(bytes(status), ids, b"".join(rows), lease_ms))
 

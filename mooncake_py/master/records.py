@@ -15,6 +15,7 @@ columns one after the other, so that packing 128 keys costs little more than pac
 | LOST | until, (generation, segment id) | single replicas that ended; their space rests until then |
 | OBJECTS | like GRANTS | only in snapshots: complete objects |
 | RESTING | (until, segment id, offset, bytes) rows | only in snapshots: extents not to be used yet |
+| QUOTA | bytes, keys, policy, tenant | a tenant's quota from now on; policy 255: none |
 
 A snapshot is a sequence of records, each with its length in front: the log in its shortest form.
 A reader skips what it does not know (newer kind) and what is damaged, and counts both.
@@ -38,6 +39,7 @@ DROPS = 6
 LOST = 7
 OBJECTS = 8
 RESTING = 9
+QUOTA = 10
 
 _HEAD = struct.Struct("<BBH")
 _CRC = struct.Struct("<I")
@@ -48,6 +50,8 @@ _SEGMENT = struct.Struct("<QQIQHHH")
 _GRANTS = struct.Struct("<QQQQBHIII")
 _COMMITS = struct.Struct("<QII")
 _DROPS = struct.Struct("<QQI")
+_QUOTA = struct.Struct("<QQB")
+_NO_POLICY = 255
 
 HARD_PIN = 1
 
@@ -128,7 +132,17 @@ class Resting:
     rows: Sequence[tuple[int, int, int, int]]  # until ms, segment id, offset, bytes
 
 
-Record = Marks | SegmentFields | Gone | GrantFields | Commits | Drops | Lost | Resting
+@dataclass(frozen=True, slots=True)
+class QuotaFields:
+    """`policy`: index in tenant.POLICIES; None: the quota has ended."""
+
+    tenant: str
+    bytes_max: int
+    keys_max: int
+    policy: int | None
+
+
+Record = Marks | SegmentFields | Gone | GrantFields | Commits | Drops | Lost | Resting | QuotaFields
 
 
 def _frame(kind: int, body: bytes) -> bytes:
@@ -159,6 +173,9 @@ def encode(record: Record) -> bytes:
             return _frame(LOST, _u64s([until_ms, *_flat(pairs)]))
         case Resting(rows):
             return _frame(RESTING, _u64s(_flat(rows)))
+        case QuotaFields(tenant, bytes_max, keys_max, policy):
+            head = _QUOTA.pack(bytes_max, keys_max, _NO_POLICY if policy is None else policy)
+            return _frame(QUOTA, head + tenant.encode())
         case Marks(generation, segment_id):
             return _frame(MARKS, _MARKS.pack(generation, segment_id))
         case Gone(segment_id):
@@ -302,6 +319,12 @@ def _read_lost(body: memoryview) -> Lost:
     return Lost(until_ms, columns.pairs(len(body) // 16))
 
 
+def _read_quota(body: memoryview) -> QuotaFields:
+    bytes_max, keys_max, policy = _QUOTA.unpack_from(body)
+    tenant = bytes(body[_QUOTA.size :]).decode()
+    return QuotaFields(tenant, bytes_max, keys_max, None if policy == _NO_POLICY else policy)
+
+
 def _read_resting(body: memoryview) -> Resting:
     flat = _Columns(body, 0).numbers("Q", len(body) // 8)
     return Resting(list(zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)))
@@ -324,6 +347,7 @@ _READERS: dict[int, Callable[[memoryview], Record]] = {
     LOST: _read_lost,
     OBJECTS: lambda body: _read_grants(body, complete=True),
     RESTING: _read_resting,
+    QUOTA: _read_quota,
 }
 
 

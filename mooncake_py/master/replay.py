@@ -35,6 +35,7 @@ from mooncake_py.master.objects import (
     TTL,
 )
 from mooncake_py.master.puts import dress, grant_fields
+from mooncake_py.master.quotas import apply_quota, quota_fields
 from mooncake_py.master.records import DamagedRecord, GrantFields
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.state import CatalogState, extent_units
@@ -80,6 +81,7 @@ class _Log:
         self._margin_ms = margin_ms
         self.marks = records.Marks(1, 1)
         self.segments: dict[int, records.SegmentFields] = {}
+        self.quotas: dict[str, records.QuotaFields] = {}
         self.writing: dict[int, _Attempt] = {}
         self.complete: dict[int, _Attempt] = {}
         self.resting: list[tuple[int, int, int, int]] = []  # until, segment id, start, units
@@ -98,14 +100,8 @@ class _Log:
                 self._add(record)
             case records.Commits():
                 self._commit(record)
-            case records.Drops(now_ms, until_ms, generations):
-                self._now_ms = max(self._now_ms, now_ms)
-                for generation in generations:
-                    attempt = self.writing.pop(generation, None) or self.complete.pop(
-                        generation, None
-                    )
-                    if attempt is not None:
-                        self._rest(attempt, attempt.extents, until_ms)
+            case records.Drops():
+                self._drop(record)
             case records.Lost(until_ms, pairs):
                 for generation, segment_id in pairs:
                     self._strip(self.complete.get(generation), segment_id, until_ms)
@@ -116,6 +112,8 @@ class _Log:
                 )
             case records.SegmentFields():
                 self.segments[record.segment_id] = record
+            case records.QuotaFields():
+                self.quotas[record.tenant] = record
             case records.Gone(segment_id):
                 self.segments.pop(segment_id, None)
             case records.Resting(rows):
@@ -123,6 +121,13 @@ class _Log:
                     (until, segment_id, offset // UNIT_BYTES, nbytes // UNIT_BYTES)
                     for until, segment_id, offset, nbytes in rows
                 )
+
+    def _drop(self, record: records.Drops) -> None:
+        self._now_ms = max(self._now_ms, record.now_ms)
+        for generation in record.generations:
+            attempt = self.writing.pop(generation, None) or self.complete.pop(generation, None)
+            if attempt is not None:
+                self._rest(attempt, attempt.extents, record.until_ms)
 
     def _add(self, record: GrantFields) -> None:
         into = self.complete if record.complete else self.writing
@@ -212,15 +217,38 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
         segment.mounted = False
         members.set_state(segment, RETURNING)
     report.segments = len(log.segments)
-    claims: dict[int, list[tuple[int, int, int]]] = {each: [] for each in log.segments}
+    for quota in log.quotas.values():
+        apply_quota(state, quota)
     complete, writing = _newest(log.complete), _newest(log.writing)
-    attempts = (*complete, *writing)
+    granted = _claim_extents(state, (*complete, *writing), log.resting, report, now_ms)
+    for attempt in complete:
+        _add_object(state, attempt, _places(members, attempt, granted), report, now_ms)
+    for attempt in writing:
+        _add_grant(state, attempt, _places(members, attempt, granted), report)
+    for tenant in state.tenants:
+        tenant.pool.touch(tenant.complete.values(), now_ms)
+    youngest = max((each.generation for each in (*complete, *writing)), default=0)
+    state.next_generation = state.generation_mark = max(log.marks.generation, youngest + 1)
+    members.next_segment_id = max(members.next_segment_id, log.marks.segment_id)
+
+
+def _claim_extents(
+    state: CatalogState,
+    attempts: Sequence[_Attempt],
+    all_resting: Sequence[tuple[int, int, int, int]],
+    report: RestoreReport,
+    now_ms: int,
+) -> dict[int, set[tuple[int, int, int]]]:
+    """Give every range to one of those who claim it. By segment id: (start, units, generation) of
+    the attempts that got theirs."""
+    members = state.members
+    claims: dict[int, list[tuple[int, int, int]]] = {each: [] for each in members.by_id}
     for attempt in attempts:
         units = extent_units(attempt.length)
         for segment_id, offset in attempt.extents:
             if segment_id in claims:
                 claims[segment_id].append((offset // UNIT_BYTES, units, attempt.generation))
-    resting = [each for each in log.resting if each[0] > now_ms and each[1] in claims]
+    resting = [each for each in all_resting if each[0] > now_ms and each[1] in claims]
     for _, segment_id, start, units in resting:
         claims[segment_id].append((start, units, 0))
     granted: dict[int, set[tuple[int, int, int]]] = {}
@@ -233,17 +261,10 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
         granted[segment_id] = set(kept)
     for until, segment_id, start, units in resting:
         if (start, units, 0) in granted[segment_id]:
-            granted[segment_id].discard((start, units, 0))  # the same range may have rested twice
+            granted[segment_id].discard((start, units, 0))  # it may have rested twice
             members.by_id[segment_id].resting_units += units
             state.resting.add(until, segment_id, start, units)
-    for attempt in complete:
-        _add_object(state, attempt, _places(members, attempt, granted), report, now_ms)
-    for attempt in writing:
-        _add_grant(state, attempt, _places(members, attempt, granted), report)
-    state.order.touch(list(state.table.live()), now_ms)
-    youngest = max((attempt.generation for attempt in attempts), default=0)
-    state.next_generation = state.generation_mark = max(log.marks.generation, youngest + 1)
-    members.next_segment_id = max(members.next_segment_id, log.marks.segment_id)
+    return granted
 
 
 def _newest(attempts: dict[int, _Attempt]) -> list[_Attempt]:
@@ -334,8 +355,7 @@ def _add_object(
     soft_pin = fields.soft_pin_ms + since if fields.soft_pin_ms else 0
     ttl = fields.ttl_ms + since if fields.ttl_ms else 0
     dress(state, slot, places, fields.hard_pin, soft_pin, ttl)
-    tenant.complete[key] = slot
-    state.order.add(slot, now_ms)
+    state.enter(tenant, key, slot, now_ms)
     report.objects += 1
 
 
@@ -352,6 +372,8 @@ def _snapshot_records(state: CatalogState, now_ms: int) -> Iterator[records.Reco
             yield segment_fields(segment)
     yield from _object_records(state, now_ms)
     for tenant in state.tenants:
+        if tenant.quota is not None:
+            yield quota_fields(tenant)
         for put, index in tenant.writing.values():
             yield grant_fields(state, _alone(put, index), now_ms)
     yield records.Resting(

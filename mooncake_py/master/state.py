@@ -12,16 +12,30 @@ from collections import defaultdict
 
 from mooncake_py.master import records
 from mooncake_py.master.commands import Applied, Effect, Reply, Unseal
-from mooncake_py.master.eviction import EvictionPolicy, Lru
+from mooncake_py.master.eviction import EvictionOrder, Links, Lru, Pool
 from mooncake_py.master.lease import RestingExtents
-from mooncake_py.master.lifecycle import Event, Promise, State, end
+from mooncake_py.master.lifecycle import TABLE, Event, Promise, State, end
 from mooncake_py.master.membership import ALIVE, GONE, Membership, Segment
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, READ, TTL, ObjectTable
+from mooncake_py.master.s3fifo import S3Fifo
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
 from mooncake_py.model import EXTENT_ALIGN_BYTES, EXTENT_ROW, extent_bytes
 
 _NO_DIGEST = bytes(16)
+_COUNTERS = (
+    *(each.counter for each in TABLE if each.counter),
+    "put_keys",
+    "locate_hits",
+    "locate_misses",
+    "grants_reclaimed_bytes",
+    "mounts",
+    "suspects",
+    "segments_lost",
+    "reports_wrong_bytes",
+    "reports_unreached",
+)
+_POLICIES: dict[str, type[Pool]] = {"lru": Lru, "s3fifo": S3Fifo}
 _GENERATION_BITS = 40  # of a generation count puts within a term, the rest is the term
 _SEGMENT_BITS = 16  # likewise of a segment id; more mounts than that go on in the next term's
 _SET_ASIDE_MS = 1_000  # an object whose end would free nothing useful is looked at again later
@@ -77,11 +91,15 @@ class CatalogState:
         settings.validate()
         self.settings = settings
         self.table = ObjectTable(settings.objects_max)
-        self.tenants = Tenants(settings.tenants_max)
+        links = Links(settings.objects_max, 3 * settings.tenants_max)
+        policy = _POLICIES[settings.eviction]
+        self.tenants = Tenants(
+            settings.tenants_max, lambda: policy(self.table, links, settings.lease_ms)
+        )
         self.members = Membership(settings)
-        self.order: EvictionPolicy = Lru(self.table, settings.lease_ms)
+        self.order = EvictionOrder(self.table)
         self.resting = RestingExtents()
-        self.counters: defaultdict[str, int] = defaultdict(int)
+        self.counters: defaultdict[str, int] = defaultdict(int, dict.fromkeys(_COUNTERS, 0))
         self.next_generation = 1
         self.generation_mark = 1  # generations below may be used: a durable record says so
         self.open_grants = 0
@@ -193,7 +211,7 @@ class CatalogState:
             del tenant.complete[key]
         if flags & HARD_PIN:
             self.hard_pinned_units -= units * len(places)
-        self.order.remove(slot)
+        tenant.pool.remove(slot)
         table.drop(slot)
         work.drop(generation, until if until > now_ms else 0)
         self.counters[transition.counter] += 1
@@ -217,19 +235,49 @@ class CatalogState:
             return None
         return slot
 
-    def evict(self, work: Work, units: int, now_ms: int, count_max: int = 1 << 62) -> int:
-        """Evict until `units` are free again or nothing may go; the units that became free."""
+    def evict(
+        self,
+        work: Work,
+        units: int,
+        now_ms: int,
+        count_max: int = 1 << 62,
+        tenant: Tenant | None = None,
+    ) -> int:
+        """Evict until `units` are free again or nothing may go; the units that became free. Only
+        objects of `tenant`, if it is given; else those of borrowers over their quota first."""
         freed = 0
         while freed < units and count_max > 0:
-            slot = self.order.victim(now_ms)
+            slot = self._victim(now_ms) if tenant is None else tenant.pool.victim(now_ms)
             if slot < 0:
                 break
+            owner = self.tenants.at(self.table.tenant[slot])
             if not self._helps(slot):
-                self.order.set_aside(slot, now_ms + _SET_ASIDE_MS)
+                owner.pool.set_aside(slot, now_ms + _SET_ASIDE_MS)
                 continue
+            owner.counters["evictions"] += 1
             freed += self.end_object(work, slot, Event.EVICT, now_ms)
             count_max -= 1
         return freed
+
+    def _victim(self, now_ms: int) -> int:
+        for tenant in self.tenants.borrowers:
+            if tenant.over_quota:
+                slot = tenant.pool.victim(now_ms)
+                if slot >= 0:
+                    return slot
+        return self.order.victim(now_ms)
+
+    def enter(self, tenant: Tenant, key: bytes, slot: int, now_ms: int) -> None:
+        """The object is visible, and evictable unless it is protected."""
+        tenant.complete[key] = slot
+        tenant.pool.add(slot, now_ms)
+        if not tenant.pool.listed:
+            self.order.enlist(tenant.pool)
+
+    def forget_empty_tenants(self) -> None:
+        for tenant in self.tenants.forget_empty():
+            self.order.forget(tenant.pool)
+            tenant.pool.close()
 
     def _helps(self, slot: int) -> bool:
         """Would its end free space that may be given out? (Not on a suspect or leaving node.)"""

@@ -7,9 +7,11 @@ can stay readable while its successor is written. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from mooncake_py.master.eviction import Pool
 from mooncake_py.model import TENANT_MAX_BYTES
 
 
@@ -43,13 +45,45 @@ class Put:
 Grant = tuple[Put, int]
 
 
-@dataclass(slots=True)
+REJECT = "reject"
+EVICT_OWN = "evict_own"
+BORROW = "borrow"
+POLICIES = (REJECT, EVICT_OWN, BORROW)
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """How much a tenant may hold (0: no limit), and what happens to a put beyond it.
+
+    `reject`: it is refused. `evict_own`: the tenant's own oldest objects go for it. `borrow`: it
+    may use what nobody else needs, and its objects are the first to go when somebody does.
+    """
+
+    bytes_max: int = 0
+    keys_max: int = 0
+    policy: str = REJECT
+
+    def exceeded(self, used_bytes: int, keys: int) -> bool:
+        return bool(self.bytes_max and used_bytes > self.bytes_max) or bool(
+            self.keys_max and keys > self.keys_max
+        )
+
+
+@dataclass(slots=True, eq=False)
 class Tenant:
     name: str
     number: int  # in the column of the object table
+    pool: Pool
+    quota: Quota | None = None
     complete: dict[bytes, int] = field(default_factory=dict)
     writing: dict[bytes, Grant] = field(default_factory=dict)
     used_bytes: int = 0  # extents of complete and writing objects
+
+    counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def over_quota(self) -> bool:
+        return self.quota is not None and self.quota.exceeded(self.used_bytes, self.key_count)
 
     @property
     def key_count(self) -> int:
@@ -69,9 +103,11 @@ def name_fault(name: str) -> str:
 class Tenants:
     """All tenants, by name and by number. Numbers are used again once a tenant is forgotten."""
 
-    __slots__ = ("_by_name", "_by_number", "_count_max", "_free_numbers")
+    __slots__ = ("_by_name", "_by_number", "_count_max", "_free_numbers", "_new_pool", "borrowers")
 
-    def __init__(self, count_max: int) -> None:
+    def __init__(self, count_max: int, new_pool: Callable[[], Pool]) -> None:
+        self._new_pool = new_pool
+        self.borrowers: set[Tenant] = set()
         self._by_name: dict[str, Tenant] = {}
         self._by_number: list[Tenant | None] = []
         self._free_numbers: list[int] = []
@@ -101,7 +137,7 @@ class Tenants:
         else:
             number = len(self._by_number)
             self._by_number.append(None)
-        tenant = Tenant(name, number)
+        tenant = Tenant(name, number, self._new_pool())
         self._by_name[name] = tenant
         self._by_number[number] = tenant
         return tenant
@@ -111,9 +147,19 @@ class Tenants:
         assert tenant is not None
         return tenant
 
-    def forget_empty(self) -> None:
-        """Drop tenants that own nothing. Cost: all tenants."""
-        for tenant in [each for each in self._by_name.values() if not each.key_count]:
+    def set_quota(self, tenant: Tenant, quota: Quota | None) -> None:
+        tenant.quota = quota
+        self.borrowers.discard(tenant)
+        if quota is not None and quota.policy == BORROW:
+            self.borrowers.add(tenant)
+
+    def forget_empty(self) -> list[Tenant]:
+        """Drop tenants that own nothing and have no quota. Cost: all tenants."""
+        empty = [
+            each for each in self._by_name.values() if not each.key_count and each.quota is None
+        ]
+        for tenant in empty:
             del self._by_name[tenant.name]
             self._by_number[tenant.number] = None
             self._free_numbers.append(tenant.number)
+        return empty

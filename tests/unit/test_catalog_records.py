@@ -53,6 +53,7 @@ any_record = st.one_of(
     st.builds(records.Commits, u64, generations, pairs),
     st.builds(records.Drops, u64, u64, generations),
     st.builds(records.Lost, u64, pairs),
+    st.builds(records.QuotaFields, text, u64, u64, st.none() | st.integers(0, 2)),
     st.builds(records.Resting, st.lists(st.tuples(u64, u64, u64, u64), max_size=4)),
 )
 

@@ -9,7 +9,7 @@ from catalog_model import Driver, check_invariants
 
 from mooncake_py.errors import OutOfSpace
 from mooncake_py.master.commands import Locate, PutStart
-from mooncake_py.master.eviction import Lru
+from mooncake_py.master.eviction import Links, Lru
 from mooncake_py.master.objects import LONG_LEASE, SOFT_PIN, ObjectTable
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.model import extent_bytes
@@ -187,7 +187,7 @@ def test_eviction_looks_at_what_it_evicts_not_at_all_objects() -> None:
     costs = []
     for count in (2_000, 60_000):
         table = ObjectTable(1 << 16)
-        order = Lru(table, LEASE)
+        order = Lru(table, Links(1 << 16, 3), LEASE)
         for i in range(count):
             order.add(table.add(b"%d" % i, i + 1, 64, 0, 0), i)
         order.touch(range(count // 2), count)
@@ -225,7 +225,7 @@ def test_lru_agrees_with_sorting_by_last_access(mixed: bool) -> None:
     to, and one goes whenever any may."""
     generator = random.Random(5)
     table, plain = ObjectTable(1 << 12), PlainLru()
-    order = Lru(table, 50)
+    order = Lru(table, Links(1 << 12, 3), 50)
     now = 0
     for step in range(6_000):
         now += generator.randrange(12)
