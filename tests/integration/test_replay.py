@@ -79,7 +79,7 @@ def test_f02_the_master_sees_no_payload(roomy: tuple[ReplayOptions, Report]) -> 
 
 def test_a_small_cache_comes_close_to_an_ideal_lru_of_its_size() -> None:
     options = ReplayOptions(
-        trace=trace_file(), requests_max=600, page_bytes=16 * KIB, capacity_bytes=64 * MIB
+        trace=trace_file(), requests_max=600, page_bytes=16 * KIB, capacity_bytes=24 * MIB
     )
     report = replay(options)
     assert report.counters["evictions"] > 0
