@@ -18,6 +18,9 @@ oldest access first) and `soft` (soft-pinned). The victim is the older of the fi
 parks only long leases: every Locate grants at least `lease_ms`, and `read` is in order of access,
 so if its head is within that plain lease, all of `read` is; `fresh` holds no leases at all.
 
+*Chains.* The keys of one Locate or PutEnd are taken for a prefix: they enter the order from the
+last to the first, so that the tail of a chain goes before its middle, and what is left is usable.
+
 Not thread-safe; pure.
 """
 

@@ -363,7 +363,8 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
     committed: list[int] = []
     lost: list[tuple[int, int]] = []
     writing = tenant.writing
-    for i, key in enumerate(keys):
+    for i in range(count - 1, -1, -1):  # the last is the first to go: see `eviction.py`
+        key = keys[i]
         grant = writing.get(key)
         generation = generations[i]
         if grant is None or grant[0].first + grant[1] != generation:

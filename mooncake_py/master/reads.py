@@ -132,7 +132,7 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
         for slot in slots:
             table.leases[slot] = max(until, table.leases.get(slot, 0))
             flags_of[slot] |= LONG_LEASE
-    tenant.pool.touch(slots, now_ms)
+    tenant.pool.touch(reversed(slots), now_ms)  # so that the tail of a prefix goes before its head
     for counters in (state.counters, tenant.counters):
         counters["locate_hits"] += len(slots)
         counters["locate_misses"] += len(status) - len(slots)
