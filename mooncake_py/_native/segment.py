@@ -17,6 +17,7 @@ class SegmentStats(NamedTuple):
     extent_nbytes: int
     writing_count: int
     refused_count: int
+    held_count: int
 
 
 class OwnedSegment:
@@ -75,11 +76,22 @@ class OwnedSegment:
         statuses = np.zeros(len(rows), dtype=np.int32)
         lib.mc_segment_unseal(self._live(), _rows(rows), len(rows), _i32(statuses, rows))
 
+    def hold(self, rows: np.ndarray, statuses: np.ndarray) -> None:
+        """No new extent covers these sealed ones until `release`, which must be called as often."""
+        lib.mc_segment_hold(self._live(), _rows(rows), len(rows), _i32(statuses, rows))
+
+    def release(self, rows: np.ndarray) -> None:
+        lib.mc_segment_release(self._live(), _rows(rows), len(rows))
+
     def stats(self) -> SegmentStats:
         out = ffi.new("mc_segment_stats *")
         lib.mc_segment_stat(self._live(), out)
         return SegmentStats(
-            out.extent_count, out.extent_nbytes, out.writing_count, out.refused_count
+            out.extent_count,
+            out.extent_nbytes,
+            out.writing_count,
+            out.refused_count,
+            out.held_count,
         )
 
     def inventory(self, offset: int = 0, limit: int = 4096) -> np.ndarray:

@@ -13,14 +13,10 @@ parent's raises UsageError there.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from mooncake_py import errors
 from mooncake_py.clock import Clock, Deadline, SystemClock
@@ -32,11 +28,14 @@ from mooncake_py.model import (
     TENANT_MAX_BYTES,
     ReplicaPolicy,
 )
-from mooncake_py.store.buffers import Span, fresh_bytes, source_span, target_span
-from mooncake_py.store.get import BatchReader, ReadResult, Targets
+from mooncake_py.store.buffers import source_pieces, target_pieces
+from mooncake_py.store.calls import CallGate
+from mooncake_py.store.get import BatchReader
 from mooncake_py.store.host import host_id
 from mooncake_py.store.put import BatchWriter, PutJob
+from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.segments import SegmentDirectory
+from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
 from mooncake_py.transfer import EngineOptions, TransferEngine
 
 PutOutcome: TypeAlias = MooncakeError | None
@@ -53,6 +52,9 @@ _PUT_AGAIN = frozenset(
         errors.NodeDraining,
         errors.LeaseExpired,
     )
+)
+_UNREADABLE = frozenset(
+    error.code for error in (errors.LeaseExpired, errors.PeerUnreachable, errors.AccessRefused)
 )
 
 
@@ -100,12 +102,11 @@ class StoreClient:
             raise
         self._nodes = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mooncake-client")
         self._directory = SegmentDirectory(self._engine)
-        self._reader = BatchReader(self._engine, self._directory)
+        self._reader = BatchReader(self._engine, self._directory, self._master, tenant, self._clock)
         self._writer = BatchWriter(
             self._engine, self._directory, self._master, self._nodes, host_id()
         )
-        self._closing = threading.Event()
-        self._calls = _CallCounter()
+        self._calls = CallGate()
 
     # --- put ---
 
@@ -117,7 +118,8 @@ class StoreClient:
         policy: ReplicaPolicy = ReplicaPolicy(),
         timeout_ms: int | None = None,
     ) -> None:
-        """Store `value` (any contiguous buffer or CPU tensor) under `key`, immutable from now on.
+        """Store `value` under `key`, immutable from now on. A value is any contiguous buffer or CPU
+        tensor, or a list of them, whose bytes then lie one after the other in the object.
 
         Returns once the object is visible to every client. Raises ObjectExists (the first writer
         won; its bytes are unchanged), OutOfSpace, QuotaExceeded, UsageError, MasterUnavailable,
@@ -141,57 +143,67 @@ class StoreClient:
         if len(keys) != len(values):
             raise UsageError("one value a key", keys=len(keys), values=len(values))
         names = [_key_bytes(key) for key in keys]
-        spans = [_sized(source_span(value)) for value in values]
+        pieces = source_pieces(values)
+        sizes = pieces.totals()
         if not names:
             return []
-        with self._calls.one(self._closing):
-            job = PutJob(self._tenant, names, spans, policy, self._deadline(timeout_ms))
+        if max(sizes) > OBJECT_MAX_BYTES:
+            raise UsageError(f"an object has at most {OBJECT_MAX_BYTES} bytes", nbytes=max(sizes))
+        with self._calls:
+            job = PutJob(self._tenant, names, pieces, sizes, policy, self._deadline(timeout_ms))
             codes = self._writer.write(job)
             self._put_again(job, codes)
+            self._reader.cache.forget(names)
+        if not any(codes):
+            return [None] * len(codes)
         return [
-            None if code == errors.OK else self._put_error(code, key, span)
-            for code, key, span in zip(codes, keys, spans, strict=True)
+            None if code == errors.OK else self._put_error(code, key, nbytes)
+            for code, key, nbytes in zip(codes, keys, sizes, strict=True)
         ]
 
     def _put_again(self, job: PutJob, codes: list[int]) -> None:
         """Try keys again that met a lack of space or a lost node; `codes` changes in place."""
         wait_ms = _RETRY_FIRST_MS
         while todo := [i for i, code in enumerate(codes) if code in _PUT_AGAIN]:
-            if job.deadline.left_ms() <= wait_ms or self._closing.wait(wait_ms / 1000):
+            if job.deadline.left_ms() <= wait_ms or self._calls.closing.wait(wait_ms / 1000):
                 break
             wait_ms = min(2 * wait_ms, _RETRY_LAST_MS)
-            rest = PutJob(
-                job.tenant,
-                [job.keys[i] for i in todo],
-                [job.spans[i] for i in todo],
-                job.policy,
-                job.deadline,
-            )
-            for i, code in zip(todo, self._writer.write(rest), strict=True):
+            for i, code in zip(todo, self._writer.write(job.select(todo)), strict=True):
                 codes[i] = code
 
-    def _put_error(self, code: int, key: str, span: Span) -> MooncakeError:
+    def _put_error(self, code: int, key: str, nbytes: int) -> MooncakeError:
         cause = {
             errors.ObjectExists.code: "the key holds an object already",
             errors.OutOfSpace.code: "no space for the object within the deadline",
         }.get(code, "the object was not stored")
-        return error_of(code, cause, key=key, nbytes=span.nbytes, tenant=self._tenant)
+        return error_of(code, cause, key=key, nbytes=nbytes, tenant=self._tenant)
 
     # --- get ---
 
     def get(
-        self, key: str, into: Any | None = None, *, timeout_ms: int | None = None
+        self,
+        key: str,
+        into: Any | None = None,
+        *,
+        offset: int = 0,
+        nbytes: int | None = None,
+        timeout_ms: int | None = None,
     ) -> bytes | int:
-        """The object's bytes, or with `into` (writable buffer or CPU tensor) the count of bytes
-        written at its start; what lies behind them in `into` stays as it was.
+        """The object's bytes, or with `into` the count of bytes written at its start; what lies
+        behind them in `into` stays as it was.
 
-        Raises ObjectNotFound (a miss), UsageError when `into` is smaller than the object (nothing
-        is written then), ChecksumMismatch when every replica is damaged, TransferTimeout,
+        into: a writable buffer or CPU tensor, or a list of them, filled one after the other.
+        offset, nbytes: only that part of the object (None: to its end). A part is proven to be of
+        the object by its header; only whole objects are compared with their checksum.
+
+        Raises ObjectNotFound (a miss), UsageError when `into` is too small or the object too short
+        (nothing is written then), ChecksumMismatch when every replica is damaged, TransferTimeout,
         MasterUnavailable. After an error `into` may hold partial bytes, and nobody writes to it
         any more.
         """
+        ranges = None if offset == 0 and nbytes is None else [(offset, nbytes)]
         targets = None if into is None else [into]
-        (outcome,) = self.get_batch([key], targets, timeout_ms=timeout_ms)
+        (outcome,) = self.get_batch([key], targets, ranges=ranges, timeout_ms=timeout_ms)
         if isinstance(outcome, MooncakeError):
             raise outcome
         return outcome
@@ -201,64 +213,72 @@ class StoreClient:
         keys: Sequence[str],
         into: Sequence[Any] | None = None,
         *,
+        ranges: Sequence[Range] | None = None,
         timeout_ms: int | None = None,
     ) -> list[GetOutcome]:
-        """Read many objects with one master call. One outcome a key, in order: bytes (or with
-        `into`, one buffer a key, the count written), or the error that `get` would raise."""
+        """Read many objects, or a range (offset, nbytes or None) of each. One outcome a key, in
+        order: bytes (or with `into`, one target a key, the count written), or the error that `get`
+        would raise. One master call for all keys whose placements are not known, else none."""
         if into is not None and len(into) != len(keys):
             raise UsageError("one target a key", keys=len(keys), targets=len(into))
+        if ranges is not None:
+            _check_ranges(keys, ranges)
         names = [_key_bytes(key) for key in keys]
-        given = None if into is None else [target_span(target) for target in into]
+        given = None if into is None else GivenTargets(target_pieces(into), len(keys), ranges)
         if not names:
             return []
-        with self._calls.one(self._closing):
+        with self._calls:
             deadline = self._deadline(timeout_ms)
-            return self._get(keys, names, given, deadline)
-
-    def _get(
-        self,
-        keys: Sequence[str],
-        names: Sequence[bytes],
-        given: Sequence[Span] | None,
-        deadline: Deadline,
-    ) -> list[GetOutcome]:
-        placements = self._master.locate(self._tenant, names, timeout_ms=deadline.left_ms())
-        outcomes: list[GetOutcome] = [
-            error_of(code, "there is no object under the key", key=key, tenant=self._tenant)
-            if code
-            else 0
-            for key, code in zip(keys, placements.status.tolist(), strict=True)
-        ]
-        rows = placements.rows
-        lengths = dict(zip(rows["key_index"].tolist(), rows["length"].tolist(), strict=True))
-        if given is None:
-            targets, owners = _fresh_targets(len(keys), lengths, outcomes)
-        else:
-            targets, owners = _given_targets(keys, given, lengths, outcomes), {}
-        result = self._reader.read(placements, targets, deadline)
-        for i in np.flatnonzero(targets.wanted & (result.codes != errors.OK)).tolist():
-            outcomes[i] = _read_error(int(result.codes[i]), keys[i], lengths[i])
-        for i, scratch in owners.items():
-            if not isinstance(outcomes[i], MooncakeError):
-                outcomes[i] = bytes(scratch)
-        self._report(names, result, deadline)
+            new = NewTargets(len(keys), ranges)
+            result = self._reader.read(names, given or new, deadline)
+            if result.broken:
+                self._reader.report(names, result, deadline)
+        written = result.lengths
+        if ranges is not None:
+            written = [resolve(r, length)[1] for r, length in zip(ranges, written, strict=True)]
+        outcomes: list[GetOutcome] = new.values() if given is None else list(written)
+        if any(result.codes):
+            for i, code in enumerate(result.codes):
+                if code != errors.OK:
+                    room = None if given is None else given.room(i)
+                    outcomes[i] = self._read_error(code, keys[i], result.lengths[i], room)
         return outcomes
 
-    def _report(self, names: Sequence[bytes], result: ReadResult, deadline: Deadline) -> None:
-        """Tell the master once what could not be read, so that nobody is sent there again."""
-        if not result.broken:
-            return
-        try:
-            self._master.report(
-                self._tenant,
-                [names[b.key_index] for b in result.broken],
-                [b.generation for b in result.broken],
-                [b.segment_id for b in result.broken],
-                [b.code for b in result.broken],
-                timeout_ms=max(1, deadline.left_ms()),
+    def _read_error(self, code: int, key: str, nbytes: int, room: int | None) -> MooncakeError:
+        """What a read that failed on every replica means to the caller."""
+        if code == errors.ObjectNotFound.code:
+            cause = "there is no object under the key"
+            return ObjectNotFound(cause, key=key, tenant=self._tenant)
+        if code == errors.UsageError.code:
+            what = "the range" if room is None else f"the target of {room} bytes, or the range,"
+            return UsageError(
+                f"{what} does not fit the object of {nbytes} bytes",
+                remedy="pass a target at least as large as what is read, and a range inside the "
+                "object; nothing was written",
+                key=key,
             )
-        except MooncakeError:
-            return  # advice only: the master finds out by itself a little later
+        if code in _UNREADABLE:
+            cause = "the object was placed but can be read from no node any more"
+            return ObjectNotFound(cause, key=key, nbytes=nbytes)
+        cause = {
+            errors.ChecksumMismatch.code: "the object's bytes are damaged on every replica",
+            errors.TransferTimeout.code: "the object did not arrive within the deadline",
+        }.get(code, "the object could not be read")
+        return error_of(code, cause, key=key, nbytes=nbytes)
+
+    # --- memory ---
+
+    def register(self, buffer: Any) -> RegisteredMemory:
+        """Make memory known once. Values that are slices of it (memoryviews, numpy or torch views)
+        are then put without being registered for each call. Raises UsageError."""
+        with self._calls:
+            return self._writer.regions.register(buffer)
+
+    def alloc(self, nbytes: int) -> RegisteredMemory:
+        """New registered memory that nodes on this host map: what is put from it is copied once,
+        by the node. Rounded up to pages. Raises OutOfSpace, UsageError."""
+        with self._calls:
+            return self._writer.regions.alloc(nbytes)
 
     # --- the rest ---
 
@@ -266,19 +286,21 @@ class StoreClient:
         self, keys: str | Sequence[str], *, prefix: bool = False, timeout_ms: int | None = None
     ) -> bool | int | list[bool]:
         """Is there a complete object? For one key a bool, for a sequence a list of bools in order;
-        with `prefix` the count of leading keys that are present. Never pins anything."""
+        with `prefix` the count of leading keys that are present.
+
+        The plain form never pins anything. With `prefix` it is the question before a read: the
+        leading objects are leased (as by a get) and their placements remembered, so that reading
+        them within the lease asks the master nothing."""
         single = isinstance(keys, str)
         names = [_key_bytes(key) for key in ([keys] if isinstance(keys, str) else keys)]
         if not names:
             return 0 if prefix else []
-        with self._calls.one(self._closing):
+        with self._calls:
             deadline = self._deadline(timeout_ms)
-            present = self._master.exists(
-                self._tenant, names, prefix=prefix, timeout_ms=deadline.left_ms()
-            )
-        if prefix:
-            return int(present.sum())
-        return bool(present[0]) if single else [bool(p) for p in present]
+            if prefix:
+                return self._reader.leading(names, deadline)
+            present = self._master.exists(self._tenant, names, timeout_ms=deadline.left_ms())
+        return bool(present[0]) if single else present.astype(bool).tolist()
 
     def remove(
         self,
@@ -295,11 +317,14 @@ class StoreClient:
         names = [_key_bytes(key) for key in texts]
         if not names:
             return []
-        with self._calls.one(self._closing):
+        with self._calls:
             deadline = self._deadline(timeout_ms)
-            removed = self._master.remove(
-                self._tenant, names, force=force, timeout_ms=deadline.left_ms()
-            )
+            try:
+                removed = self._master.remove(
+                    self._tenant, names, force=force, timeout_ms=deadline.left_ms()
+                )
+            finally:
+                self._reader.cache.forget(names)
         outcomes: list[PutOutcome] = [
             error_of(code, "a reader's lease or a pin holds the object", key=key) if code else None
             for code, key in zip(removed.status.tolist(), texts, strict=True)
@@ -311,7 +336,7 @@ class StoreClient:
         Not a snapshot: what is put or removed meanwhile may or may not be seen."""
         after = b""
         while True:
-            with self._calls.one(self._closing):
+            with self._calls:
                 deadline = self._deadline(timeout_ms)
                 page = self._master.list(
                     self._tenant, prefix.encode(), after=after, timeout_ms=deadline.left_ms()
@@ -325,10 +350,8 @@ class StoreClient:
 
     def close(self) -> None:
         """Refuse new calls, let running ones end, release everything. May be called twice."""
-        if self._closing.is_set():
+        if not self._calls.close(self._timeout_ms):
             return
-        self._closing.set()
-        self._calls.wait_idle(self._timeout_ms)
         self._nodes.shutdown(wait=True, cancel_futures=True)
         self._directory.close()
         self._master.close()
@@ -347,39 +370,6 @@ class StoreClient:
         return Deadline(chosen, self._clock)
 
 
-class _CallCounter:
-    """Counts running calls, so that close can unmap memory only when nobody copies from it."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._running = 0
-        self._pid = os.getpid()
-
-    def one(self, closing: threading.Event) -> _CallCounter:
-        if os.getpid() != self._pid:
-            raise UsageError(
-                "this client was opened before a fork and belongs to the parent process",
-                remedy="open a StoreClient in the child",
-            )
-        with self._condition:
-            if closing.is_set():
-                raise UsageError("the client is closed", remedy="open a new StoreClient")
-            self._running += 1
-        return self
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        with self._condition:
-            self._running -= 1
-            self._condition.notify_all()
-
-    def wait_idle(self, timeout_ms: int) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: self._running == 0, timeout_ms / 1000)
-
-
 def _key_bytes(key: str) -> bytes:
     if not isinstance(key, str):
         raise UsageError(f"a key is a str, not {type(key).__name__}", key=key)
@@ -394,60 +384,9 @@ def _key_bytes(key: str) -> bytes:
     return name
 
 
-def _sized(span: Span) -> Span:
-    if span.nbytes > OBJECT_MAX_BYTES:
-        raise UsageError(f"an object has at most {OBJECT_MAX_BYTES} bytes", nbytes=span.nbytes)
-    return span
-
-
-def _given_targets(
-    keys: Sequence[str],
-    given: Sequence[Span],
-    lengths: dict[int, int],
-    outcomes: list[GetOutcome],
-) -> Targets:
-    """The caller's buffers. One that is too small is refused here, before any byte moves."""
-    sizes = np.fromiter((span.nbytes for span in given), dtype=np.uint64, count=len(given))
-    addresses = np.fromiter((span.address for span in given), dtype=np.uint64, count=len(given))
-    wanted = np.zeros(len(given), dtype=bool)
-    for i, nbytes in lengths.items():
-        if given[i].nbytes >= nbytes:
-            wanted[i] = True
-            outcomes[i] = nbytes
-        else:
-            outcomes[i] = UsageError(
-                f"the target has {given[i].nbytes} bytes, the object {nbytes}",
-                remedy="pass a target at least as large as the object; nothing was written",
-                key=keys[i],
-            )
-    return Targets(addresses, sizes, wanted)
-
-
-def _fresh_targets(
-    count: int, lengths: dict[int, int], outcomes: list[GetOutcome]
-) -> tuple[Targets, dict[int, bytearray]]:
-    """New bytes objects, put into `outcomes` already; and scratch for those too short to be new."""
-    targets = Targets(np.zeros(count, np.uint64), np.zeros(count, np.uint64), np.zeros(count, bool))
-    scratch: dict[int, bytearray] = {}
-    for i, nbytes in lengths.items():
-        if nbytes <= 1:
-            scratch[i] = bytearray(nbytes)
-            span = target_span(scratch[i])
-        else:
-            outcomes[i], span = fresh_bytes(nbytes)
-        targets.addresses[i], targets.sizes[i] = span.address, nbytes
-        targets.wanted[i] = True
-    return targets, scratch
-
-
-def _read_error(code: int, key: str, nbytes: int) -> MooncakeError:
-    """What a read that failed on every replica means to the caller."""
-    if code in (errors.LeaseExpired.code, errors.PeerUnreachable.code, errors.AccessRefused.code):
-        return ObjectNotFound(
-            "the object was placed but can be read from no node any more", key=key, nbytes=nbytes
-        )
-    cause = {
-        errors.ChecksumMismatch.code: "the object's bytes are damaged on every replica",
-        errors.TransferTimeout.code: "the object did not arrive within the deadline",
-    }.get(code, "the object could not be read")
-    return error_of(code, cause, key=key, nbytes=nbytes)
+def _check_ranges(keys: Sequence[str], ranges: Sequence[Range]) -> None:
+    if len(ranges) != len(keys):
+        raise UsageError("one range a key", keys=len(keys), ranges=len(ranges))
+    for start, nbytes in ranges:
+        if not 0 <= start <= OBJECT_MAX_BYTES or not 0 <= (nbytes or 0) <= OBJECT_MAX_BYTES:
+            raise UsageError("a range is (offset, bytes) of an object", range=(start, nbytes))

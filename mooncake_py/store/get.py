@@ -1,36 +1,50 @@
-"""A batch get: one Locate, then one read per segment, replicas tried until the deadline.
+"""A batch get: placements from the cache or one Locate, one native read, replicas in turn.
 
-Every key carries its own list of replicas. A round takes the next replica of each key that is
-still open, reads all keys of one segment in one native call (mapped) or one batch (engine), and
-judges each by header and checksum. What failed goes to the next round with its next replica; a key
-with none left becomes a miss (its placement was stale or its node is gone) or, when memory
-contradicted its own checksum, an integrity error. Failed placements are reported to the master
-once, at the end.
+    names --cache--> rows --native read, one call for all mapped segments--> done
+              |                  | lease over, or another generation there: forget, ask the master
+              +--Locate----------+ node or memory broken: report, next replica
+
+Every key carries the rows of its replicas. A round reads the first row of each key that is open
+and judges it by header and checksum. Rows of segments that are not mapped here go through the
+engine, one batch a node, all nodes at once. A row from the cache that does not fit is nobody's
+fault: the key is asked for again. One that the master has just given and that cannot be read is
+broken: it is reported, avoided for a while, and the next replica is tried. A key with none left is
+a miss, or an integrity error when memory contradicted its own checksum. The number of questions in
+one call is bounded, and so is everything by the deadline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from mooncake_py import errors
-from mooncake_py._native import memory
-from mooncake_py.clock import Deadline
+from mooncake_py._native.reading import NOT_MAPPED, Destinations, read_mapped
+from mooncake_py.clock import Clock, Deadline
 from mooncake_py.errors import MooncakeError
-from mooncake_py.master.client import Placements, Segment
-from mooncake_py.model import EXTENT_HEADER_BYTES
-from mooncake_py.store.segments import Reach, SegmentDirectory
-from mooncake_py.transfer import FLAG_CRC, FLAG_FENCE, SLICE, TransferEngine
+from mooncake_py.master.client import MasterClient, Placements
+from mooncake_py.store.placement_cache import ROW_BYTES, PlacementCache
+from mooncake_py.store.remote import RemoteReader
+from mooncake_py.store.segments import SegmentDirectory
+from mooncake_py.transfer import TransferEngine
 from mooncake_py.wire.rows import EXTENT
 
-Rows = npt.NDArray[np.void]  # of PLACEMENT or EXTENT
-Statuses = npt.NDArray[np.int32]
-Addresses = npt.NDArray[np.uint64]
-
+QUESTIONS_MAX = 4  # Locates of one call: the first, and after leases that ended meanwhile
 _MISS = errors.ObjectNotFound.code
+_STALE = errors.LeaseExpired.code
+_TOO_SMALL = errors.UsageError.code
+
+
+class Targets(Protocol):
+    """Where the bytes of each key go."""
+
+    def place(self, keys: Sequence[int], lengths: Sequence[int]) -> Destinations:
+        """Room for these keys, whose objects have these lengths. Keys may come again, with other
+        lengths, when their objects turned out to be others."""
+        ...
 
 
 @dataclass(slots=True)
@@ -44,135 +58,234 @@ class BrokenPlacement:
 
 
 @dataclass(slots=True)
-class Targets:
-    """Where each key's bytes go: parallel to the keys. A key that is not `wanted` is left out."""
-
-    addresses: Addresses
-    sizes: Addresses  # bytes that fit
-    wanted: npt.NDArray[np.bool_]
-
-
-@dataclass(slots=True)
 class ReadResult:
-    """`codes[i]` of key i: 0 when its target holds the object."""
+    """`codes[i]` of key i: 0 when its target holds the object; `lengths[i]`: of the object, as far
+    as it is known."""
 
-    codes: npt.NDArray[np.int64]
+    codes: list[int]
+    lengths: list[int]
     broken: list[BrokenPlacement] = field(default_factory=list)
 
 
+class _Open:
+    """The keys of one call that are not done."""
+
+    __slots__ = ("deadline", "fresh", "names", "plans", "questions", "result", "retried")
+
+    def __init__(self, names: Sequence[bytes], deadline: Deadline) -> None:
+        self.names = names
+        self.deadline = deadline
+        self.plans: list[bytes] = []  # rows of the replicas that are still to be tried
+        self.fresh: set[int] = set()  # keys whose rows the master has given in this call
+        self.questions = 0
+        self.retried = False
+        self.result = ReadResult([], [0] * len(names))
+
+
 class BatchReader:
-    """Reads located objects into targets. Stateless between calls, so any thread may use it."""
+    """Reads objects into targets. Its state is the cache; any thread may use it."""
 
-    def __init__(self, engine: TransferEngine, directory: SegmentDirectory) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: TransferEngine,
+        directory: SegmentDirectory,
+        master: MasterClient,
+        tenant: str,
+        clock: Clock,
+    ) -> None:
         self._directory = directory
+        self._master = master
+        self._tenant = tenant
+        self._clock = clock
+        self._remote = RemoteReader(engine, directory, clock)
+        self.cache = PlacementCache()
 
-    def read(self, placements: Placements, targets: Targets, deadline: Deadline) -> ReadResult:
+    # --- where ---
+
+    def find(self, names: Sequence[bytes], deadline: Deadline) -> list[bytes]:
+        """Rows of every key under running leases; empty for a miss. At most one Locate."""
+        call = _Open(names, deadline)
+        self._plan(call)
+        if self._ended(b"".join(call.plans)):
+            self._renew(call)
+        return call.plans
+
+    def leading(self, names: Sequence[bytes], deadline: Deadline) -> int:
+        """How many leading keys have objects. Their placements are known afterwards, so reading
+        them needs no more questions. One Locate, or none when all of them are known."""
+        found = self.cache.find(names)
+        if None not in found and not self._ended(b"".join(cast("list[bytes]", found))):
+            return len(names)
+        entries = self._ask(names, deadline, prefix=True)
+        for count, rows in enumerate(entries):
+            if not rows:
+                return count
+        return len(entries)
+
+    def _ended(self, rows: bytes) -> bool:
+        """Has the lease of one of these rows ended?"""
+        if not rows:
+            return False
+        leases = np.frombuffer(rows, EXTENT)["expires_ms"]
+        return int(leases.min()) < self._clock.now_ms()
+
+    def _renew(self, call: _Open) -> None:
+        """Ask again for keys whose leases have ended."""
+        self._question(call, [i for i, plan in enumerate(call.plans) if self._ended(plan)])
+
+    def _plan(self, call: _Open) -> None:
+        """From the cache; what it does not know, from the master."""
+        names = call.names
+        found = self.cache.find(names)
+        unknown = [i for i, rows in enumerate(found) if rows is None] if None in found else []
+        call.plans = cast("list[bytes]", found)  # None is replaced below
+        call.result.codes = [errors.OK] * len(names)
+        if unknown:
+            self._question(call, unknown)
+
+    def _question(self, call: _Open, which: Sequence[int]) -> None:
+        """Ask the master about some keys, once for all of them."""
+        call.questions += 1
+        call.fresh.update(which)
+        names = call.names
+        if len(which) < len(names):
+            names = [names[i] for i in which]
+        for i, rows in zip(which, self._ask(names, call.deadline), strict=True):
+            call.plans[i] = rows
+            if not rows:
+                call.result.codes[i] = _MISS
+
+    def _ask(self, names: Sequence[bytes], deadline: Deadline, prefix: bool = False) -> list[bytes]:
+        """One Locate. Rows a key, which the cache has learnt; with prefix up to the first miss."""
+        flight = self.cache.depart()
+        entries: list[bytes] = []
+        try:
+            asked_at_ms = self._clock.now_ms()
+            placements = self._master.locate(
+                self._tenant, names, prefix=prefix, timeout_ms=deadline.left_ms()
+            )
+            entries = self._entries(placements, asked_at_ms)
+        finally:
+            self.cache.arrive(flight, names[: len(entries)], entries)
+        return entries
+
+    def _entries(self, placements: Placements, asked_at_ms: int) -> list[bytes]:
+        rows = placements.rows
+        extents = np.zeros(len(rows), dtype=EXTENT)
+        for name in ("key_index", "offset", "length", "generation"):
+            extents[name] = rows[name]
+        indices = [self._directory.index(segment) for segment in placements.segments]
+        if len(indices) == 1:
+            extents["segment_index"] = indices[0]
+        elif indices:
+            extents["segment_index"] = np.array(indices, "<u4")[rows["segment_index"]]
+        extents["expires_ms"] = asked_at_ms + placements.lease_ms
+        usable = self.cache.usable(extents, asked_at_ms)
+        if usable is not None:
+            extents = extents[usable]
+        count = len(placements.status)
+        keys = extents["key_index"]
+        if len(extents) == count and (np.diff(keys.astype(np.int64)) == 1).all():
+            pieces: list[bytes] = extents.view(f"V{ROW_BYTES}").tolist()
+            return pieces
+        raw = extents.tobytes()
+        ends = (np.searchsorted(keys, np.arange(count), "right") * ROW_BYTES).tolist()
+        return [raw[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    # --- reading ---
+
+    def read(self, names: Sequence[bytes], targets: Targets, deadline: Deadline) -> ReadResult:
         """Fill the targets. Raises nothing for a single key's failure."""
-        result = ReadResult(np.full(len(targets.wanted), _MISS, dtype=np.int64))
-        pending = placements.rows[targets.wanted[placements.rows["key_index"]]]
-        while len(pending):
-            keys = pending["key_index"]
+        call = _Open(names, deadline)
+        self._plan(call)
+        todo: Sequence[int] = range(len(names))
+        if _MISS in call.result.codes:
+            todo = [i for i in todo if call.plans[i]]
+        while todo:
             if deadline.passed():
-                result.codes[keys] = errors.TransferTimeout.code
+                for i in todo:
+                    call.result.codes[i] = errors.TransferTimeout.code
                 break
-            # Rows of a key lie together; its first row is this round's replica.
-            first = np.ones(len(keys), dtype=bool)
-            np.not_equal(keys[1:], keys[:-1], out=first[1:])
-            self._round(placements.segments, pending[first], targets, deadline, result)
-            rest = pending[~first]
-            pending = rest[result.codes[rest["key_index"]] != errors.OK]
-        return result
+            todo = self._round(call, todo, targets)
+            call.retried = True
+        return call.result
 
-    def _round(
-        self,
-        segments: Sequence[Segment],
-        rows: Rows,
-        targets: Targets,
-        deadline: Deadline,
-        result: ReadResult,
-    ) -> None:
-        at = rows["segment_index"]
-        for index in np.unique(at) if (at != at[0]).any() else at[:1]:
-            segment = segments[int(index)]
-            mine = rows[at == index]
-            codes = -self._read_segment(segment, mine, targets, deadline).astype(np.int64)
-            result.codes[mine["key_index"]] = codes
-            for row in np.flatnonzero(codes):
-                key, generation = int(mine["key_index"][row]), int(mine["generation"][row])
-                result.broken.append(
-                    BrokenPlacement(key, generation, segment.segment_id, int(codes[row]))
-                )
-
-    def _read_segment(
-        self, segment: Segment, rows: Rows, targets: Targets, deadline: Deadline
-    ) -> Statuses:
-        """One status a row, native sign. Never raises for what the peer or network does."""
-        statuses = np.zeros(len(rows), dtype=np.int32)
-        try:
-            reach = self._directory.reach(segment, deadline)
-        except MooncakeError as error:
-            statuses[:] = -error.code
-            return statuses
-        extents = _extent_rows(rows)
-        addresses = targets.addresses[rows["key_index"]]
-        mapping = reach.mapping
-        if mapping is not None:
-            sizes = targets.sizes[rows["key_index"]]
-            memory.extent_read(mapping.base, mapping.nbytes, extents, addresses, sizes, statuses)
+    def _round(self, call: _Open, todo: Sequence[int], targets: Targets) -> list[int]:
+        """Read the next row of each of these keys. Answers those that are to be tried again."""
+        plans = call.plans if len(todo) == len(call.plans) else [call.plans[i] for i in todo]
+        rows = b"".join(plans)
+        if len(rows) != len(todo) * ROW_BYTES:
+            rows = b"".join([plan[:ROW_BYTES] for plan in plans])
+        lengths = np.frombuffer(rows, EXTENT)["length"].tolist()
+        if len(todo) == len(call.plans):
+            call.result.lengths = lengths
         else:
-            self._read_remote(reach, extents, addresses, statuses, deadline)
-        return statuses
+            for i, length in zip(todo, lengths, strict=True):
+                call.result.lengths[i] = length
+        statuses = self._attempt(rows, targets.place(todo, lengths), call.deadline)
+        if statuses is None:
+            for i in todo if call.retried else ():
+                call.result.codes[i] = errors.OK
+            return []
+        return self._judge(call, todo, rows, statuses)
 
-    def _read_remote(
-        self,
-        reach: Reach,
-        extents: Rows,
-        addresses: Addresses,
-        statuses: Statuses,
-        deadline: Deadline,
-    ) -> None:
-        """Three slices an object: header, payload with its crc, header again."""
-        n = len(extents)
-        headers = np.zeros((2, n, EXTENT_HEADER_BYTES), dtype=np.uint8)
-        slices = np.zeros((n, 3), dtype=SLICE)
-        slices["region"] = reach.segment.region
-        slices["length"] = EXTENT_HEADER_BYTES
-        slices["remote_offset"] = extents["offset"][:, None]
-        step = np.arange(n, dtype=np.uint64) * np.uint64(EXTENT_HEADER_BYTES)
-        slices["local"][:, 0] = np.uint64(headers[0].ctypes.data) + step
-        slices["local"][:, 1] = addresses
-        slices["local"][:, 2] = np.uint64(headers[1].ctypes.data) + step
-        slices["remote_offset"][:, 1] += np.uint64(EXTENT_HEADER_BYTES)
-        slices["length"][:, 1] = extents["length"]
-        slices["flags"][:, 1] = FLAG_CRC
-        # Headers of the second look come after every payload of the batch: one fence is enough.
-        flat = np.concatenate((slices[:, :2].reshape(-1), slices[:, 2]))
-        flat["flags"][2 * n] |= FLAG_FENCE
+    def _attempt(self, rows: bytes, to: Destinations, deadline: Deadline) -> list[int] | None:
+        """One status a row, native sign; None: all good. Never raises for what nodes do."""
+        count, now_ms = len(rows) // ROW_BYTES, self._clock.now_ms()
+        statuses = read_mapped(self._directory.table, rows, count, now_ms, to)
+        if statuses is None or NOT_MAPPED not in statuses:
+            return statuses
+        self._remote.read(rows, to, statuses, deadline)
+        return statuses if any(statuses) else None
+
+    def _judge(
+        self, call: _Open, todo: Sequence[int], rows: bytes, statuses: Sequence[int]
+    ) -> list[int]:
+        again: list[int] = []
+        stale: list[int] = []
+        table = np.frombuffer(rows, EXTENT)
+        now_ms = self._clock.now_ms()
+        for at, (i, status) in enumerate(zip(todo, statuses, strict=True)):
+            code = call.result.codes[i] = -status
+            if code == errors.OK:
+                continue
+            call.plans[i] = call.plans[i][ROW_BYTES:]
+            row = table[at]
+            ended = code == _STALE and int(row["expires_ms"]) < now_ms
+            if ended or (code in (_STALE, _TOO_SMALL) and i not in call.fresh):
+                stale.append(i)
+            elif code != _TOO_SMALL:
+                self._broken(call, i, row, code)
+                if call.plans[i]:
+                    again.append(i)
+                elif i not in call.fresh:
+                    stale.append(i)
+        if stale:
+            self.cache.forget([call.names[i] for i in stale])
+            if call.questions < QUESTIONS_MAX and not call.deadline.passed():
+                self._question(call, stale)
+                again += [i for i in stale if call.plans[i]]
+        return sorted(again)
+
+    def _broken(self, call: _Open, key: int, row: np.void, code: int) -> None:
+        generation, index = int(row["generation"]), int(row["segment_index"])
+        if code != errors.TransferTimeout.code:
+            self.cache.avoid(generation, index, self._clock.now_ms())
+        segment_id = self._directory.segment(index).segment_id
+        call.result.broken.append(BrokenPlacement(key, generation, segment_id, code))
+
+    def report(self, names: Sequence[bytes], result: ReadResult, deadline: Deadline) -> None:
+        """Tell the master once what could not be read, so that nobody is sent there again."""
+        broken = result.broken
+        self.cache.forget([names[b.key_index] for b in broken])
         try:
-            self._engine.read(reach.peer, flat, timeout_ms=deadline.left_ms())
-        except MooncakeError as error:
-            self._judge_broken_batch(reach, error, flat, statuses)
-        crcs = np.ascontiguousarray(flat["crc"][1 : 2 * n : 2])
-        memory.extent_verify(headers[0], headers[1], extents, crcs, statuses)
-
-    def _judge_broken_batch(
-        self, reach: Reach, error: MooncakeError, flat: Rows, statuses: Statuses
-    ) -> None:
-        n = len(statuses)
-        of_slices = flat["status"]
-        worst = np.minimum(
-            of_slices[: 2 * n].reshape(n, 2).min(axis=1), of_slices[2 * n :]
-        )  # statuses are negative
-        np.copyto(statuses, worst)
-        if not worst.any():
-            statuses[:] = -error.code  # the batch never started
-        if isinstance(error, errors.PeerUnreachable):
-            self._directory.forget(reach)
-
-
-def _extent_rows(placements: Rows) -> Rows:
-    rows = np.zeros(len(placements), dtype=EXTENT)
-    for name in ("key_index", "segment_index", "offset", "length", "generation"):
-        rows[name] = placements[name]
-    return rows
+            self._master.report(
+                self._tenant,
+                [names[b.key_index] for b in broken],
+                [b.generation for b in broken],
+                [b.segment_id for b in broken],
+                [b.code for b in broken],
+                timeout_ms=max(1, deadline.left_ms()),
+            )
+        except MooncakeError:
+            return  # advice only: the master finds out by itself a little later

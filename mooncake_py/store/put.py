@@ -1,8 +1,8 @@
 """A batch put: PutStart, one pull per node, PutEnd. The node copies; this side only says where.
 
-Small values ride in the pull message; larger ones are offered as one gather region that the node
-reads by the best transport, and that is withdrawn before the call returns, so that afterwards
-nobody reads the caller's memory any more. Whatever happens to one key never touches the others:
+Small values ride in the pull message. Values in registered memory are named by its region; others
+are offered as one gather region for the time of the call, so that after it nobody reads the
+caller's memory any more. Whatever happens to one key never touches the others:
 a key ends committed, or revoked with the reason.
 """
 
@@ -10,43 +10,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from mooncake_py import errors
+from mooncake_py._native import ffi
+from mooncake_py._native.offering import Offer, addresses_of
 from mooncake_py.clock import Deadline
 from mooncake_py.errors import InternalError, MooncakeError
 from mooncake_py.master.client import Grants, MasterClient, NodeGrant
 from mooncake_py.model import ReplicaPolicy
-from mooncake_py.store.buffers import Span, view_of
+from mooncake_py.store.buffers import Pieces
+from mooncake_py.store.regions import RegionBook
 from mooncake_py.store.segments import SegmentDirectory
-from mooncake_py.transfer import Region, TransferEngine
+from mooncake_py.transfer import TransferEngine
 from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest
 
 INLINE_VALUE_MAX_BYTES = 16 << 10  # below, copying into the message costs less than a region
-_REVOKE_MS = 50  # a put that ran out of time still tries this long to give its space back
 INLINE_BATCH_MAX_BYTES = 64 << 10  # a batch with more is read by the node instead
-
+_REVOKE_MS = 50  # a put that ran out of time still tries this long to give its space back
 
 Codes = npt.NDArray[np.int64]
 
 
-def _keys_of(part: NodeGrant) -> Codes:
-    """Index in the batch of each row's key."""
-    return part.key_base + part.table()["key_index"].astype(np.int64)
-
-
 @dataclass(frozen=True, slots=True)
 class PutJob:
-    """One batch: values lie in `spans`, one a key."""
+    """One batch: value i is what `pieces` says of it, `sizes[i]` bytes."""
 
     tenant: str
     keys: Sequence[bytes]
-    spans: Sequence[Span]
+    pieces: Pieces
+    sizes: Sequence[int]
     policy: ReplicaPolicy
     deadline: Deadline
+
+    def select(self, which: Sequence[int]) -> PutJob:
+        """The same for some of the keys."""
+        return PutJob(
+            self.tenant,
+            [self.keys[i] for i in which],
+            self.pieces.select(which),
+            [self.sizes[i] for i in which],
+            self.policy,
+            self.deadline,
+        )
 
 
 @dataclass(slots=True)
@@ -56,19 +65,20 @@ class _Sources:
     offsets: npt.NDArray[np.uint64]
     region: int = 0
     inline: bytes = b""
+    offer: Offer | None = None  # withdrawn when the call ends
 
 
 @dataclass(slots=True)
-class _Sealed:
-    """What the nodes answered: how many replicas of each key are sealed, and which are not."""
+class _Part:
+    """What one node was asked for, and one code a row of it."""
 
-    counts: Codes
-    failed: list[tuple[int, int]] = field(default_factory=list)
-    reasons: dict[int, int] = field(default_factory=dict)
+    grant: NodeGrant
+    keys: Codes  # index in the batch of each row's key
+    codes: Codes
 
 
 class BatchWriter:
-    """Writes batches of spans. Stateless between calls, so any thread may use it."""
+    """Writes batches. Stateless between calls, so any thread may use it."""
 
     def __init__(
         self,
@@ -83,57 +93,74 @@ class BatchWriter:
         self._master = master
         self._nodes = nodes
         self._host_id = host_id
+        self.regions = RegionBook(engine)
 
     def write(self, job: PutJob) -> list[int]:
         """One code a key, in order. Raises only when the batch as a whole cannot be served."""
         grants = self._master.put_start(
             job.tenant,
             job.keys,
-            [span.nbytes for span in job.spans],
+            job.sizes,
             policy=job.policy,
             host_id=self._host_id,
             timeout_ms=job.deadline.left_ms(),
         )
         codes: list[int] = grants.status.tolist()
         if errors.OK in codes:
-            sealed = self._pull_all(grants, job)
-            self._finish(job, grants, sealed, codes)
+            self._finish(job, grants, self._pull_all(grants, job), codes)
         return codes
 
     # --- the nodes' part ---
 
-    def _pull_all(self, grants: Grants, job: PutJob) -> _Sealed:
-        sealed = _Sealed(np.zeros(len(job.keys), dtype=np.int64))
-        parts = grants.grants
-        with _Offer(self._engine, job.spans) as sources:
-            if len(parts) == 1:
-                outcomes = [self._pull(parts[0], sources, job.deadline)]
-            else:
-                futures = [
-                    self._nodes.submit(self._pull, part, sources, job.deadline) for part in parts
-                ]
-                outcomes = [future.result() for future in futures]
-        for part, statuses in zip(parts, outcomes, strict=True):
-            keys = _keys_of(part)
-            good = statuses == errors.OK
-            np.add.at(sealed.counts, keys[good], 1)
-            for key, code in zip(keys[~good].tolist(), statuses[~good].tolist(), strict=True):
-                sealed.failed.append((key, part.segment.segment_id))
-                sealed.reasons[key] = code
-        return sealed
+    def _pull_all(self, grants: Grants, job: PutJob) -> list[_Part]:
+        sources = self._offer(job)
+        try:
+            if len(grants.grants) == 1:
+                return [self._pull(grants.grants[0], sources, job.deadline)]
+            futures = [
+                self._nodes.submit(self._pull, grant, sources, job.deadline)
+                for grant in grants.grants[1:]
+            ]
+            first = self._pull(grants.grants[0], sources, job.deadline)
+            return [first, *(future.result() for future in futures)]
+        finally:
+            if sources.offer is not None:
+                sources.offer.close()
 
-    def _pull(self, part: NodeGrant, sources: _Sources, deadline: Deadline) -> Codes:
-        """One code a row of this part. Never raises for what the node or network does."""
-        segment = part.segment
-        keys = _keys_of(part)
-        codes = np.zeros(len(keys), dtype=np.int64)
-        reach = None
+    def _offer(self, job: PutJob) -> _Sources:
+        pieces = job.pieces
+        sizes = np.array(job.sizes, dtype=np.uint64)
+        offsets = np.zeros(len(sizes), dtype=np.uint64)
+        np.cumsum(sizes[:-1], out=offsets[1:])
+        total = int(offsets[-1]) + int(sizes[-1])
+        if total <= INLINE_BATCH_MAX_BYTES and max(pieces.sizes) <= INLINE_VALUE_MAX_BYTES:
+            return _Sources(offsets, inline=b"".join(map(ffi.buffer, pieces.pointers)))
+        addresses = addresses_of(pieces.pointers)
+        lengths = sizes if pieces.ends is None else np.array(pieces.sizes, dtype=np.uint64)
+        if pieces.ends is None:
+            end = int((addresses + sizes).max())
+            region = self.regions.find(int(addresses.min()), end)
+            if region is not None:
+                return _Sources(addresses - np.uint64(region.address), region=region.id)
+        if not all(pieces.sizes):
+            filled = lengths > 0
+            addresses, lengths = addresses[filled], lengths[filled]
+        offer = Offer(self._engine.native, addresses, lengths)
+        return _Sources(offsets, region=offer.id, offer=offer)
+
+    def _pull(self, grant: NodeGrant, sources: _Sources, deadline: Deadline) -> _Part:
+        """One code a row of this grant. Never raises for what the node or network does."""
+        keys = grant.table()["key_index"].astype(np.int64)
+        if grant.key_base:
+            keys += grant.key_base
+        part = _Part(grant, keys, np.zeros(len(keys), dtype=np.int64))
+        segment, reach = grant.segment, None
         try:
             reach = self._directory.reach(segment, deadline)
             request = PullRequest(
                 segment_id=segment.segment_id,
-                rows=part.rows,
-                mac=part.mac,
+                rows=grant.rows,
+                mac=grant.mac,
                 region=sources.region,
                 sources=sources.offsets[keys].tobytes(),
                 inline_values=sources.inline,
@@ -144,69 +171,72 @@ class BatchWriter:
         except MooncakeError as error:
             if reach is not None and isinstance(error, errors.PeerUnreachable):
                 self._directory.forget(reach)
-            codes[:] = error.code
-            return codes
+            part.codes[:] = error.code
+            return part
         if reply.code != errors.OK:
-            codes[:] = reply.code
+            part.codes[:] = reply.code
         elif len(reply.status) != len(keys):
-            codes[:] = InternalError.code
+            part.codes[:] = InternalError.code
         else:
-            codes[:] = np.frombuffer(reply.status, dtype=np.uint8)
-        return codes
+            part.codes[:] = np.frombuffer(reply.status, dtype=np.uint8)
+        return part
 
     # --- the master's part ---
 
-    def _finish(self, job: PutJob, grants: Grants, sealed: _Sealed, codes: list[int]) -> None:
+    def _finish(
+        self, job: PutJob, grants: Grants, parts: Sequence[_Part], codes: list[int]
+    ) -> None:
         """Commit keys with a sealed replica, revoke the others; `codes` changes in place."""
+        generations: list[int] = grants.generations.tolist()
+        if not any(codes) and not any(part.codes.any() for part in parts):
+            codes[:] = self._commit(job, job.keys, generations, []).tolist()
+            return
+        sealed: set[int] = set()
+        failed: list[tuple[int, int]] = []
+        reasons: dict[int, int] = {}
+        for part in parts:
+            for key, code in zip(part.keys.tolist(), part.codes.tolist(), strict=True):
+                if code == errors.OK:
+                    sealed.add(key)
+                else:
+                    failed.append((key, part.grant.segment.segment_id))
+                    reasons[key] = code
         granted = [i for i, code in enumerate(codes) if code == errors.OK]
-        commit = [i for i in granted if sealed.counts[i] > 0]
-        revoke = [i for i in granted if sealed.counts[i] == 0]
+        commit = [i for i in granted if i in sealed]
+        revoke = [i for i in granted if i not in sealed]
         for i in revoke:
-            codes[i] = sealed.reasons.get(i, InternalError.code)
+            codes[i] = reasons.get(i, InternalError.code)
         if commit:
             place = {key: n for n, key in enumerate(commit)}
-            statuses = self._master.put_end(
-                job.tenant,
+            statuses = self._commit(
+                job,
                 [job.keys[i] for i in commit],
-                [int(grants.generations[i]) for i in commit],
-                failed=[(place[key], seg) for key, seg in sealed.failed if key in place],
-                timeout_ms=job.deadline.left_ms(),
+                [generations[i] for i in commit],
+                [(place[key], segment) for key, segment in failed if key in place],
             )
             for i, code in zip(commit, statuses.tolist(), strict=True):
                 codes[i] = code
         if revoke:
-            self._revoke(job, grants, revoke)
+            self._revoke(job, generations, revoke)
 
-    def _revoke(self, job: PutJob, grants: Grants, revoke: Sequence[int]) -> None:
+    def _commit(
+        self,
+        job: PutJob,
+        keys: Sequence[bytes],
+        generations: Sequence[int],
+        failed: Sequence[tuple[int, int]],
+    ) -> npt.NDArray[np.uint8]:
+        return self._master.put_end(
+            job.tenant, keys, generations, failed=failed, timeout_ms=job.deadline.left_ms()
+        )
+
+    def _revoke(self, job: PutJob, generations: Sequence[int], revoke: Sequence[int]) -> None:
         try:
             self._master.put_revoke(
                 job.tenant,
                 [job.keys[i] for i in revoke],
-                [int(grants.generations[i]) for i in revoke],
+                [generations[i] for i in revoke],
                 timeout_ms=max(_REVOKE_MS, job.deadline.left_ms()),
             )
         except MooncakeError:
             return  # the grants end by themselves at their expiry
-
-
-class _Offer:
-    """Makes the values of one call readable for the nodes, for the time of the call."""
-
-    def __init__(self, engine: TransferEngine, spans: Sequence[Span]) -> None:
-        self._engine = engine
-        self._spans = spans
-        self._region: Region | None = None
-
-    def __enter__(self) -> _Sources:
-        sizes = np.fromiter((s.nbytes for s in self._spans), dtype="<u8", count=len(self._spans))
-        offsets = np.zeros(len(sizes), dtype="<u8")
-        np.cumsum(sizes[:-1], out=offsets[1:])
-        if int(sizes.sum()) <= INLINE_BATCH_MAX_BYTES and sizes.max() <= INLINE_VALUE_MAX_BYTES:
-            return _Sources(offsets, inline=b"".join(view_of(s) for s in self._spans))
-        pieces = [view_of(s) for s in self._spans if s.nbytes]
-        self._region = self._engine.register(pieces, access="read")
-        return _Sources(offsets, region=self._region.id)
-
-    def __exit__(self, *_: object) -> None:
-        if self._region is not None:
-            self._region.close()

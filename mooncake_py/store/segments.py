@@ -4,16 +4,22 @@ A segment is reached by the best way its node offers: mapped read-only into this
 host, proven by the engine), else by one-sided reads. What is open is kept until the node goes away
 or the client closes; a mapping stays valid even when its node has died, so a reader never faults.
 
+Every incarnation of a segment has a small number of its own in this client, its *index*; rows of
+placements carry it, and the native reader finds the mapping by it. `table` is replaced, never
+changed: who reads holds the one it began with, and with it every mapping in it.
+
 Thread-safe. Two threads that meet a new node at the same time open it once.
 """
 
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 
+from mooncake_py._native.reading import MappedTable
 from mooncake_py.clock import Deadline
-from mooncake_py.errors import AccessRefused, MooncakeError, TransferError
+from mooncake_py.errors import AccessRefused, MooncakeError
 from mooncake_py.master.client import Segment
 from mooncake_py.transfer import Mapping, Peer, TransferEngine
 
@@ -32,7 +38,28 @@ class SegmentDirectory:
         self._engine = engine
         self._lock = threading.Lock()
         self._opening: dict[int, threading.Lock] = {}
-        self._open: dict[int, Reach] = {}
+        self._open: dict[int, Reach] = {}  # by segment id
+        self._index: dict[tuple[int, int], int] = {}  # (segment id, incarnation) -> index
+        self._known: list[Segment] = []  # by index
+        self.table = MappedTable([], [])
+
+    # --- indices ---
+
+    def index(self, segment: Segment) -> int:
+        """This incarnation's index. Never re-used."""
+        name = (segment.segment_id, segment.incarnation)
+        found = self._index.get(name)
+        if found is None:
+            with self._lock:
+                found = self._index.setdefault(name, len(self._known))
+                if found == len(self._known):
+                    self._known.append(segment)
+        return found
+
+    def segment(self, index: int) -> Segment:
+        return self._known[index]
+
+    # --- ways ---
 
     def reach(self, segment: Segment, deadline: Deadline) -> Reach:
         """Open, or find open. Raises PeerUnreachable, TransferTimeout, VersionMismatch."""
@@ -45,10 +72,10 @@ class SegmentDirectory:
             found = self._open.get(segment.segment_id)
             if found is not None and found.segment.incarnation == segment.incarnation:
                 return found
-            if found is not None:
-                self.forget(found)
             reach = self._connect(segment, deadline)
-            self._open[segment.segment_id] = reach
+            with self._lock:
+                self._open[segment.segment_id] = reach
+                self._publish()
             return reach
 
     def _connect(self, segment: Segment, deadline: Deadline) -> Reach:
@@ -59,24 +86,34 @@ class SegmentDirectory:
                 mapping = peer.map(segment.region, timeout_ms=deadline.left_ms())
             except AccessRefused:
                 mapping = None  # the node's memory cannot be mapped; reads still work
+        self.index(segment)
         return Reach(segment, peer, mapping)
 
+    def _publish(self) -> None:
+        """Make the table of what is open. A mapping that is in no table any more is unmapped
+        once the last reader has let go of it."""
+        entries, owners = [(0, 0)] * len(self._known), []
+        for reach in self._open.values():
+            if reach.mapping is not None and not reach.mapping.closed:
+                index = self._index[reach.segment.segment_id, reach.segment.incarnation]
+                entries[index] = (reach.mapping.base, reach.mapping.nbytes)
+                owners.append(reach.mapping.view())
+        self.table = MappedTable(entries, owners)
+
     def forget(self, reach: Reach) -> None:
-        """Drop a way that proved broken; the next `reach` opens a new one. The mapping is left to
-        its last user: another thread may be copying out of it right now."""
+        """Drop a way that proved broken; the next `reach` opens a new one. Readers that copy out
+        of its mapping right now keep it."""
         with self._lock:
             if self._open.get(reach.segment.segment_id) is reach:
                 del self._open[reach.segment.segment_id]
+                self._publish()
 
     def close(self) -> None:
         with self._lock:
             reaches, self._open = list(self._open.values()), {}
+            self.table = MappedTable([], [])
         for reach in reaches:
             if reach.mapping is not None:
                 reach.mapping.close()
-            try:
+            with suppress(MooncakeError):  # it is gone already, which is what close wants
                 reach.peer.close()
-            except TransferError:
-                continue  # it is gone already, which is what close wants
-            except MooncakeError:
-                continue

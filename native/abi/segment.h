@@ -13,6 +13,7 @@ typedef struct mc_segment_stats {
     uint64_t extent_nbytes;  /* of their payloads */
     uint64_t writing_count;  /* begun, not sealed or aborted */
     uint64_t refused_count;  /* rows answered with anything but MC_OK, since open */
+    uint64_t held_count;     /* extents held by readers */
 } mc_segment_stats;
 
 int32_t mc_segment_open(uint64_t base, uint64_t nbytes, mc_segment **out);
@@ -22,7 +23,7 @@ void mc_segment_close(mc_segment *segment); /* null is fine; the memory stays th
  *   0                    the header is unsealed and carries the row's generation; write the payload
  *   MC_E_USAGE           outside the segment or misaligned
  *   MC_E_LEASE_EXPIRED   now_ms is past the row's expires_ms, or a same or younger extent is there
- *   MC_E_BACKPRESSURE    an older extent there is still being written
+ *   MC_E_BACKPRESSURE    an older extent there is still being written, or held by a reader
  * Rows with a non-zero status on entry are left out. */
 int32_t mc_segment_begin(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
                          uint64_t now_ms, int32_t *statuses);
@@ -43,6 +44,13 @@ int32_t mc_segment_seal(mc_segment *segment, const mc_extent_row *rows, uint64_t
  * left alone (status 0: the promise holds already). */
 int32_t mc_segment_unseal(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
                           int32_t *statuses);
+/* Hold sealed extents for a reader that looks at them in place: until mc_segment_release (as often
+ * as held) no new extent may cover them (begin answers MC_E_BACKPRESSURE). Unsealing a held extent
+ * is possible and leaves its payload as it is. Rows need offset, length and generation.
+ * statuses[i]: 0, or MC_E_LEASE_EXPIRED: no such sealed extent. */
+int32_t mc_segment_hold(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
+                        int32_t *statuses);
+int32_t mc_segment_release(mc_segment *segment, const mc_extent_row *rows, uint64_t n);
 int32_t mc_segment_stat(mc_segment *segment, mc_segment_stats *out);
 /* Sealed extents from `offset` on, ascending, at most n. Answers how many, or a status. */
 int64_t mc_segment_inventory(mc_segment *segment, uint64_t offset, mc_extent_row *rows,

@@ -8,16 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from daemons import calls, send, status, wait_until
 
 from mooncake_py import StoreClient, TransferEngine
-from mooncake_py.clock import Deadline, SystemClock
 from mooncake_py.errors import (
     AccessRefused,
     MasterUnavailable,
@@ -26,8 +24,7 @@ from mooncake_py.errors import (
     ObjectNotFound,
 )
 from mooncake_py.master.client import MasterClient
-from mooncake_py.master.commands import StatusInfo
-from mooncake_py.ops.cluster import Cluster, ClusterOptions, Daemon
+from mooncake_py.ops.cluster import Cluster, ClusterOptions
 from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest
 
 MIB = 1 << 20
@@ -41,39 +38,6 @@ grants = master.put_start("default", [b"half-done"], [int(sys.argv[2])], timeout
 assert grants.status.tolist() == [0]
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def wait_until(condition: Callable[[], bool], timeout_ms: int = 15_000) -> None:
-    deadline = Deadline(timeout_ms, SystemClock())
-    pause = threading.Event()
-    while not condition():
-        assert not deadline.passed(), "the condition did not come true in time"
-        pause.wait(0.02)
-
-
-def metric(cluster: Cluster, name: str, **labels: str) -> float:
-    url = f"http://{cluster.master.fields['metrics']}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        text = answer.read().decode()
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
-
-
-def status(cluster: Cluster) -> StatusInfo:
-    with closing(MasterClient(cluster.address)) as master:
-        return master.status(timeout_ms=5_000)
-
-
-def send(daemon: Daemon, number: signal.Signals) -> None:
-    os.kill(daemon.child.pid, number)
-
-
-def calls(cluster: Cluster, method: str) -> float:
-    return metric(cluster, "mooncake_master_calls_total", method=method)
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,9 @@ import numpy.typing as npt
 import pytest
 
 from mooncake_py import errors
-from mooncake_py._native import memory
+from mooncake_py._native import ffi, memory
 from mooncake_py._native.segment import OwnedSegment
 from mooncake_py.errors import UsageError
-from mooncake_py.store.buffers import Span, view_of
 from mooncake_py.wire.rows import EXTENT
 
 NBYTES = 1 << 20
@@ -26,7 +25,7 @@ class Bench:
     segment: OwnedSegment
 
     def view(self) -> memoryview:
-        return memoryview(view_of(Span(self.base, NBYTES, None)))
+        return memoryview(ffi.buffer(ffi.cast("char *", self.base), NBYTES))
 
     def put(self, rows: npt.NDArray[np.void], values: list[bytes], now_ms: int = NOW) -> list[int]:
         statuses = np.zeros(len(rows), np.int32)
@@ -191,3 +190,39 @@ def test_a_closed_segment_says_so(bench: Bench) -> None:
     bench.segment.close()
     with pytest.raises(UsageError, match="closed"):
         bench.segment.stats()
+
+
+def test_f65_a_held_extent_is_not_overwritten_until_released(bench: Bench) -> None:
+    (old,) = (row(0, 1000, 1),)
+    assert bench.put(old, [b"o" * 1000]) == [0]
+    statuses = np.zeros(1, np.int32)
+    bench.segment.hold(old, statuses)
+    bench.segment.hold(old, statuses)
+    assert statuses.tolist() == [0]
+    assert bench.segment.stats().held_count == 1
+    newer = row(0, 1000, 2)
+    inside = row(512, 64, 3)
+    for _ in range(2):
+        assert bench.put(newer, [b"n" * 1000]) == [errors.Backpressure.code]
+        assert bench.put(inside, [b"i" * 64]) == [errors.Backpressure.code]
+        bench.segment.unseal(old)  # ends it for readers to come, and touches no byte of it
+        assert bytes(bench.view()[64:1064]) == b"o" * 1000
+        bench.segment.release(old)
+    assert bench.segment.stats().held_count == 0
+    assert bench.put(newer, [b"n" * 1000]) == [0]
+
+
+def test_f65_only_what_is_sealed_there_can_be_held(bench: Bench) -> None:
+    sealed = row(0, 100, 5)
+    assert bench.put(sealed, [b"s" * 100]) == [0]
+    for other in (row(0, 100, 4), row(0, 100, 6), row(0, 99, 5), row(64, 100, 5)):
+        statuses = np.zeros(1, np.int32)
+        bench.segment.hold(other, statuses)
+        assert statuses.tolist() == [-errors.LeaseExpired.code]
+        bench.segment.release(other)
+    begun = row(4096, 100, 7)
+    statuses = np.zeros(1, np.int32)
+    bench.segment.begin(begun, NOW, statuses)
+    bench.segment.hold(begun, statuses)
+    assert statuses.tolist() == [-errors.LeaseExpired.code]
+    assert bench.segment.stats().held_count == 0

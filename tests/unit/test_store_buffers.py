@@ -8,8 +8,20 @@ import mmap
 import numpy as np
 import pytest
 
+from mooncake_py._native import ffi
 from mooncake_py.errors import UsageError
-from mooncake_py.store.buffers import fresh_bytes, source_span, target_span, view_of
+from mooncake_py.store.buffers import (
+    Span,
+    source_pieces,
+    source_span,
+    target_pieces,
+    target_span,
+)
+from mooncake_py.store.targets import NewTargets
+
+
+def view_of(span: Span) -> ffi.buffer:
+    return ffi.buffer(ffi.cast("char *", span.address), span.nbytes)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +63,27 @@ def test_a46_a_spans_owner_cannot_be_resized_meanwhile() -> None:
     value.extend(b"more")
 
 
-def test_f03_fresh_bytes_are_filled_before_anybody_sees_them() -> None:
-    value, span = fresh_bytes(5)
-    view_of(span)[:] = b"12345"
-    assert value == b"12345"
+def test_f03_new_bytes_are_filled_before_anybody_sees_them() -> None:
+    new = NewTargets(4, None)
+    to = new.place(range(4), [5, 0, 1, 3])
+    for pointer, text in zip(to.pointers, (b"12345", b"", b"6", b"789"), strict=True):
+        ffi.buffer(pointer)[:] = text
+    assert new.values() == [b"12345", b"", b"6", b"789"]
+    assert all(type(value) is bytes for value in new.values())
+    assert bytes(1) == b"\0"  # objects the interpreter shares were not written to
+
+
+def test_f03_a_value_may_lie_in_several_buffers() -> None:
+    pieces = source_pieces([b"ab", [b"cd", bytearray(b"e"), b""], (np.arange(3, dtype=np.uint8),)])
+    assert pieces.totals() == [2, 3, 3]
+    assert list(map(bytes, map(ffi.buffer, pieces.pointers, pieces.sizes))) == [
+        b"ab", b"cd", b"e", b"", b"\0\1\2",
+    ]  # fmt: skip
+    some = pieces.select([2, 1])
+    assert (some.totals(), some.ends) == ([3, 3], [1, 4])
+    assert source_pieces([b"ab", [b"c"]]).ends is None
     with pytest.raises(UsageError):
-        fresh_bytes(1)
+        target_pieces([bytearray(2), [bytearray(1), b"read-only"]])
 
 
 class Device:

@@ -11,6 +11,7 @@
 
 #include "memory/extent.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <bit>
@@ -148,22 +149,56 @@ int32_t unseal(const Segment& segment, const mc_extent_row& row) {
   return MC_OK;
 }
 
-int32_t read(const Segment& segment, const mc_extent_row& row, uint64_t destination,
-             uint64_t capacity, uint64_t batch_nbytes) {
-  if (!segment.contains(row) || capacity < row.length) return MC_E_USAGE;
-  if (destination == 0 && row.length > 0) return MC_E_USAGE;
+// Where a read goes: one or several pieces, filled one after the other.
+struct Pieces {
+  const uint64_t* addresses;
+  const uint64_t* sizes;
+  uint64_t count;
+
+  bool room_for(uint64_t nbytes) const {
+    uint64_t left = nbytes;
+    for (uint64_t i = 0; i < count && left > 0; i++) {
+      if (addresses[i] == 0 && sizes[i] > 0) return false;
+      left -= std::min(left, sizes[i]);
+    }
+    return left == 0;
+  }
+};
+
+// Copies into the pieces and answers the crc32c of all of it.
+uint32_t scatter(const Pieces& to, const uint8_t* from, uint64_t nbytes, bool stream) {
+  if (to.count == 1) {
+    return copy_crc(reinterpret_cast<uint8_t*>(to.addresses[0]), from, nbytes, stream);
+  }
+  uint32_t raw = ~0u;
+  for (uint64_t i = 0; nbytes > 0; i++) {
+    const uint64_t step = std::min(nbytes, to.sizes[i]);
+    const auto copy = stream && step >= kStreamItemMinBytes ? kernel().stream : kernel().copy;
+    raw = copy(raw, reinterpret_cast<uint8_t*>(to.addresses[i]), from, step);
+    from += step;
+    nbytes -= step;
+  }
+  return ~raw;
+}
+
+int32_t read(const Segment& segment, const mc_extent_row& row, const mc_range& range,
+             const Pieces& to, uint64_t batch_nbytes) {
+  if (!segment.contains(row) || range.start > row.length ||
+      range.nbytes > row.length - range.start || !to.room_for(range.nbytes))
+    return MC_E_USAGE;
   const uint64_t* const words = segment.words(row);
   const Header before = load_header(words);
   if (!names(row, before)) return MC_E_LEASE_EXPIRED;
   uint32_t crc = before.crc;
   const bool sound = before.header_crc == header_crc(before);
   if (sound)
-    crc = copy_crc(reinterpret_cast<uint8_t*>(destination), segment.payload(row), row.length,
-                   streams(row.length, batch_nbytes));
+    crc = scatter(to, segment.payload(row) + range.start, range.nbytes,
+                  streams(range.nbytes, batch_nbytes));
   load_fence();
   // An unsound header that stays as it is has been damaged; one that changes was being written.
   if (!same(before, load_header(words))) return MC_E_LEASE_EXPIRED;
-  return sound && crc == before.crc ? MC_OK : MC_E_CHECKSUM;
+  const bool whole = range.nbytes == row.length;
+  return sound && (!whole || crc == before.crc) ? MC_OK : MC_E_CHECKSUM;
 }
 
 int32_t verify(const Header& before, const Header& after, const mc_extent_row& row, uint32_t crc) {
@@ -239,9 +274,42 @@ int32_t mc_extent_read(uint64_t base, uint64_t segment_nbytes, const mc_extent_r
   const uint64_t batch_nbytes = mc::memory::payload_nbytes(segment, rows, n);
   each_row(n, statuses, [&](uint64_t i) {
     if (i + mc::memory::kPrefetchRows < n) segment.prefetch(rows[i + mc::memory::kPrefetchRows]);
-    return mc::memory::read(segment, rows[i], destinations[i], capacities[i], batch_nbytes);
+    const mc::memory::Pieces to{destinations + i, capacities + i, 1};
+    return mc::memory::read(segment, rows[i], {0, rows[i].length}, to, batch_nbytes);
   });
   return MC_OK;
+}
+
+int64_t mc_extent_read_mapped(const mc_mapped* segments, uint64_t segment_count,
+                              const mc_extent_row* rows, uint64_t n, uint64_t now_ms,
+                              const mc_range* ranges, const uint64_t* piece_ends,
+                              const uint64_t* destinations, const uint64_t* capacities,
+                              int32_t* statuses) {
+  if (segment_count > 0 && segments == nullptr) return MC_E_USAGE;
+  if (n > 0 &&
+      (rows == nullptr || destinations == nullptr || capacities == nullptr || statuses == nullptr))
+    return MC_E_USAGE;
+  uint64_t batch_nbytes = 0;  // decides about speed only
+  for (uint64_t i = 0; i < n; i++) batch_nbytes += ranges ? ranges[i].nbytes : rows[i].length;
+  const auto segment_of = [&](uint64_t i) {
+    const uint32_t index = rows[i].segment_index;
+    const bool mapped = index < segment_count && segments[index].base != 0;
+    return mapped ? Segment(segments[index].base, segments[index].nbytes) : Segment(0, 0);
+  };
+  each_row(n, statuses, [&](uint64_t i) -> int32_t {
+    const uint64_t ahead = i + mc::memory::kPrefetchRows;
+    if (ahead < n) segment_of(ahead).prefetch(rows[ahead]);
+    const mc_extent_row& row = rows[i];
+    if (now_ms > row.expires_ms) return MC_E_LEASE_EXPIRED;
+    const Segment segment = segment_of(i);
+    if (!segment.valid()) return MC_E_PEER_UNREACHABLE;
+    const uint64_t first = piece_ends == nullptr ? i : i == 0 ? 0 : piece_ends[i - 1];
+    const uint64_t last = piece_ends == nullptr ? i + 1 : piece_ends[i];
+    const mc::memory::Pieces to{destinations + first, capacities + first, last - first};
+    const mc_range range = ranges ? ranges[i] : mc_range{0, row.length};
+    return mc::memory::read(segment, row, range, to, batch_nbytes);
+  });
+  return std::count_if(statuses, statuses + n, [](int32_t status) { return status != MC_OK; });
 }
 
 int32_t mc_extent_verify(const uint8_t* headers_before, const uint8_t* headers_after,

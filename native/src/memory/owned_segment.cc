@@ -24,6 +24,15 @@ struct Extent {
 
 using Table = std::map<uint64_t, Extent>;
 
+// What readers look at in place. Kept apart from the table: an extent that was unsealed or replaced
+// in the table while it was held is held still.
+struct Hold {
+  uint64_t end;
+  uint64_t generation;
+  uint64_t count;
+};
+using Holds = std::map<uint64_t, Hold>;  // they never overlap: sealed extents do not
+
 // Header and payload, aligned. Callers have checked that length is at most a segment's size.
 uint64_t extent_nbytes(uint64_t length) { return (length + 2 * kAlign - 1) / kAlign * kAlign; }
 
@@ -34,6 +43,7 @@ struct mc_segment {
   uint64_t nbytes;
   std::mutex mutex;
   Table table;
+  Holds holds;
   mc_segment_stats stats{};
 
   bool fits(const mc_extent_row &row) const {
@@ -48,6 +58,27 @@ struct mc_segment {
       if (before->second.end > offset) return before;
     }
     return it;
+  }
+
+  bool held(uint64_t offset, uint64_t end) const {
+    auto it = holds.lower_bound(end);  // the first one behind
+    return it != holds.begin() && std::prev(it)->second.end > offset;
+  }
+
+  int32_t hold(const mc_extent_row &row) {
+    const auto it = table.find(row.offset);
+    if (it == table.end() || it->second.writing ||
+      it->second.row.generation != row.generation || it->second.row.length != row.length) {
+      return MC_E_LEASE_EXPIRED;
+    }
+    holds.try_emplace(row.offset, Hold{it->second.end, row.generation, 0}).first->second.count += 1;
+    return MC_OK;
+  }
+
+  void release(const mc_extent_row &row) {
+    const auto it = holds.find(row.offset);
+    if (it == holds.end() || it->second.generation != row.generation) return;
+    if (--it->second.count == 0) holds.erase(it);
   }
 
   void forget(Table::iterator it) {
@@ -79,6 +110,7 @@ struct mc_segment {
       if (it->second.row.generation >= row.generation) return MC_E_LEASE_EXPIRED;
       if (it->second.writing) return MC_E_BACKPRESSURE;
     }
+    if (held(row.offset, end)) return MC_E_BACKPRESSURE;
     for (auto it = first; it != table.end() && it->first < end;) forget(it++);
     // What lies at the header's place may be anybody's old payload and look like a header.
     wipe(row.offset);
@@ -180,9 +212,25 @@ int32_t mc_segment_unseal(mc_segment *segment, const mc_extent_row *rows, uint64
   return MC_OK;
 }
 
+int32_t mc_segment_hold(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
+            int32_t *statuses) {
+  const std::lock_guard guard(segment->mutex);
+  for (uint64_t i = 0; i < n; ++i) {
+    if (statuses[i] == MC_OK) statuses[i] = segment->hold(rows[i]);
+  }
+  return MC_OK;
+}
+
+int32_t mc_segment_release(mc_segment *segment, const mc_extent_row *rows, uint64_t n) {
+  const std::lock_guard guard(segment->mutex);
+  for (uint64_t i = 0; i < n; ++i) segment->release(rows[i]);
+  return MC_OK;
+}
+
 int32_t mc_segment_stat(mc_segment *segment, mc_segment_stats *out) {
   const std::lock_guard guard(segment->mutex);
     *out = segment->stats;
+  out->held_count = segment->holds.size();
   return MC_OK;
 }
 

@@ -1,0 +1,52 @@
+"""Many pieces of memory offered to peers as one region, for the time of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_py._native import ffi, lib
+from mooncake_py._native.check import check
+
+_POINTERS = ffi.typeof("char *[]")
+_PIECES = ffi.typeof("mc_piece[]")
+_DEREGISTER_MS = 10_000  # what runs ends by itself; a peer that does not answer is cut
+
+
+def addresses_of(pointers: Sequence[Any]) -> NDArray[np.uint64]:
+    """The pointers as numbers, all in one go."""
+    return np.frombuffer(ffi.buffer(ffi.new(_POINTERS, pointers)), np.uint64)
+
+
+class Offer:
+    """A readable region of these pieces, one after the other, until `close`. The caller keeps the
+    memory alive that long. Raises what registering raises."""
+
+    __slots__ = ("_engine", "id")
+
+    def __init__(
+        self, engine: Any, addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]
+    ) -> None:
+        pieces = np.empty((len(addresses), 2), dtype=np.uint64)
+        pieces[:, 0], pieces[:, 1] = addresses, sizes
+        out = ffi.new("uint32_t *")
+        check(
+            lib.mc_region_register(
+                engine,
+                ffi.from_buffer(_PIECES, pieces),
+                len(pieces),
+                lib.MC_ACCESS_REMOTE_READ,
+                -1,
+                out,
+            ),
+            "offer values",
+        )
+        self._engine = engine
+        self.id = int(out[0])
+
+    def close(self) -> None:
+        """After it nobody reads these pieces any more."""
+        check(lib.mc_region_deregister(self._engine, self.id, _DEREGISTER_MS), "withdraw values")
