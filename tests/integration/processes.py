@@ -6,6 +6,7 @@ import os
 import select
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,4 +56,30 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30
 
 
 def shared_memory_names() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """What lies in /dev/shm under our name."""
+    return {name for name in os.listdir("/dev/shm") if "mooncake" in name}
+
+
+def holders_of_memory(words: str) -> dict[int, list[str]]:
+    """Processes that hold or map anonymous shared memory with `words` in its name -> the names."""
+    held: dict[int, list[str]] = {}
+    for pid in _all_pids():
+        names = [name for name in _open_files(pid) if "memfd:" in name and words in name]
+        if names:
+            held[pid] = names
+    return held
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    for number in _listed(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # closed meanwhile
+            yield os.readlink(f"/proc/{pid}/fd/{number}")
+    with suppress(OSError):  # gone meanwhile
+        yield from Path(f"/proc/{pid}/maps").read_text().splitlines()
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
