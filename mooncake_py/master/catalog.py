@@ -41,8 +41,9 @@ from mooncake_py.master.commands import (
     Unmount,
 )
 from mooncake_py.master.membership import GONE, Segment
-from mooncake_py.master.replay import Replay, RestoreReport
+from mooncake_py.master.replay import RestoreReport
 from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.shadow import Shadow
 from mooncake_py.master.state import CatalogState, Work
 from mooncake_py.model import EXTENT_ALIGN_BYTES
 
@@ -163,10 +164,13 @@ class Catalog:
         self.state = CatalogState(self.settings)
         return replay.restore(self.state, snapshot, records, now_ms)
 
-    def take_over(self, followed: Replay, now_ms: int) -> RestoreReport:
-        """As `restore`, from records that were followed as they came."""
-        self.state = CatalogState(self.settings)
-        return followed.build(self.state, now_ms)
+    def take_over(self, shadow: Shadow, now_ms: int) -> RestoreReport | None:
+        """As `restore`, from a shadow that followed the records as they came and is not used any
+        more. None: what it has contradicts itself; restore instead."""
+        if not shadow.take_over(now_ms):
+            return None
+        self.state = shadow.state
+        return shadow.report
 
     def begin_term(self, term: int) -> None:
         """From now on generations and segment ids are this term's own, so that nothing a former

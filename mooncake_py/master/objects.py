@@ -138,3 +138,9 @@ class ObjectTable:
     def live(self) -> Iterable[int]:
         """Slots that hold an object, in no useful order. Cost: all slots."""
         return (slot for slot, key in enumerate(self.key) if key is not None)
+
+    def live_slots(self) -> NDArray[np.int64]:
+        """Slots that hold an object, in order."""
+        mask = np.ones(len(self.key), dtype=bool)
+        mask[np.array(self._free, dtype=np.int64)] = False
+        return np.flatnonzero(mask)

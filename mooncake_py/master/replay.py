@@ -37,12 +37,10 @@ from mooncake_py.master.objects import (
 from mooncake_py.master.puts import dress, grant_fields
 from mooncake_py.master.quotas import apply_quota, quota_fields
 from mooncake_py.master.records import DamagedRecord, GrantFields
-from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.tenant import Put
 
 _RUN = 1024  # objects a snapshot record
-_RESTING_MIN = 10_000
 
 
 @dataclass(slots=True)
@@ -85,14 +83,6 @@ class _Log:
         self.writing: dict[int, _Attempt] = {}
         self.complete: dict[int, _Attempt] = {}
         self.resting: list[tuple[int, int, int, int]] = []  # until, segment id, start, units
-        self._now_ms = 0  # of the newest record that says when it was made
-        self._resting_max = _RESTING_MIN
-
-    def forget_rested(self) -> None:
-        """What rested until before the newest record. Now and then, so that it costs little."""
-        if len(self.resting) > self._resting_max:
-            self.resting = [each for each in self.resting if each[0] > self._now_ms]
-            self._resting_max = max(_RESTING_MIN, 2 * len(self.resting))
 
     def apply(self, record: records.Record) -> None:
         match record:
@@ -123,7 +113,6 @@ class _Log:
                 )
 
     def _drop(self, record: records.Drops) -> None:
-        self._now_ms = max(self._now_ms, record.now_ms)
         for generation in record.generations:
             attempt = self.writing.pop(generation, None) or self.complete.pop(generation, None)
             if attempt is not None:
@@ -166,44 +155,24 @@ class _Log:
         )
 
 
-class Replay:
-    """Records applied as they come, and the state they describe when it is wanted.
-
-    A standby keeps one up to date. Memory: what is complete or running, plus what rests.
-    """
-
-    def __init__(self, settings: CatalogSettings) -> None:
-        self._log = _Log(settings.grant_margin_ms)
-        self._report = RestoreReport()
-
-    def feed(self, log: Iterable[bytes]) -> None:
-        """Damaged and unknown records are counted and left out."""
-        for data in log:
-            try:
-                record = records.decode(data)
-            except DamagedRecord:
-                self._report.damaged_records += 1
-                continue
-            if record is None:
-                self._report.unknown_records += 1
-            else:
-                self._log.apply(record)
-        self._log.forget_rested()
-
-    def build(self, state: CatalogState, now_ms: int) -> RestoreReport:
-        """Fill a fresh state. Once; nothing can be fed any more."""
-        _build(state, self._log, self._report, now_ms)
-        return self._report
-
-
 def restore(
     state: CatalogState, snapshot: bytes | None, log: Iterable[bytes], now_ms: int
 ) -> RestoreReport:
     """Fill a fresh state. Damaged and unknown records are counted and left out."""
-    replay = Replay(state.settings)
-    replay.feed(records.unpack(snapshot or b""))
-    replay.feed(log)
-    return replay.build(state, now_ms)
+    report = RestoreReport()
+    picture = _Log(state.settings.grant_margin_ms)
+    for data in (*records.unpack(snapshot or b""), *log):
+        try:
+            record = records.decode(data)
+        except DamagedRecord:
+            report.damaged_records += 1
+            continue
+        if record is None:
+            report.unknown_records += 1
+        else:
+            picture.apply(record)
+    _build(state, picture, report, now_ms)
+    return report
 
 
 def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -> None:

@@ -6,7 +6,7 @@
 
 Rules:
 * The follower holds everything the log says, read once and kept up by a watch, so that taking over
-  costs the end of the log and the building of the catalog.
+  costs the end of the log and some counting (shadow.py).
 * What a former leader wrote is read after the campaign was won: from then on it cannot write.
 * While this master does not lead, every call is answered `NotLeader` with whom to ask. While it
   leads, the gate asks `Leadership` at every call (election.py).
@@ -32,7 +32,7 @@ from mooncake_py.master.etcd_store import CALL_MS, Entry, EtcdLog, EtcdStore, en
 from mooncake_py.master.inbox import Call
 from mooncake_py.master.owner import Gate
 from mooncake_py.master.reign import Claim, Reign, Setup
-from mooncake_py.master.replay import Replay
+from mooncake_py.master.shadow import Shadow
 from mooncake_py.wire.etcd import pb
 from mooncake_py.wire.lane import HEARTBEAT, PUT_REVOKE, UNMOUNT, Method
 from mooncake_py.wire.status import refusal
@@ -49,9 +49,9 @@ _DELETE = 1
 class Follower:
     """The log as far as it is known here. One thread."""
 
-    def __init__(self, store: EtcdStore, replay: Replay) -> None:
+    def __init__(self, store: EtcdStore, shadow: Shadow) -> None:
         self._store = store
-        self.replay = replay
+        self.shadow = shadow
         self.sequence = 0
         self.nbytes = 0  # of records above the snapshot
         self.leader: Leader | None = None
@@ -64,7 +64,7 @@ class Follower:
         self.leader = leader_of(holder)
         then = self._store.log.at(revision)
         snapshot, self.sequence, corrupt = then.newest_snapshot()
-        self.replay.feed(records.unpack(snapshot or b""))
+        self.shadow.feed(records.unpack(snapshot or b""))
         for entry in then.entries(self.sequence):
             corrupt += entry.first - self.sequence - 1
             self._apply(entry)
@@ -88,6 +88,11 @@ class Follower:
                 log.error("records %d to %d are missing", self.sequence + 1, entry.first - 1)
             self._apply(entry)
 
+    def everything(self) -> tuple[bytes | None, list[bytes]]:
+        """The newest snapshot and what came after it, read again."""
+        snapshot, base, _ = self._store.log.newest_snapshot()
+        return snapshot, [r for entry in self._store.log.entries(base) for r in entry.records]
+
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
@@ -108,7 +113,7 @@ class Follower:
                     self._apply(entry)
 
     def _apply(self, entry: Entry) -> None:
-        self.replay.feed(entry.records)
+        self.shadow.feed(entry.records)
         self.sequence = entry.last
         self.nbytes += sum(map(len, entry.records))
 
@@ -256,7 +261,7 @@ class Contender:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            follower = Follower(self._store, Replay(self._setup.catalog))
+            follower = Follower(self._store, Shadow(self._setup.catalog))
             try:
                 follower.load()
                 self._in_touch = True
@@ -311,7 +316,11 @@ class Contender:
             follower.catch_up()
             store.lead(session, follower.sequence)
             catalog = Catalog(self._setup.catalog)
-            report = catalog.take_over(follower.replay, self._setup.clock.now_ms())
+            report = catalog.take_over(follower.shadow, self._setup.clock.now_ms())
+            if report is None:
+                log.error("records contradict each other; reading all of them again")
+                snapshot, log_records = follower.everything()
+                report = catalog.restore(snapshot, log_records, self._setup.clock.now_ms())
             catalog.begin_term(session.term)
             claim = Claim(
                 self._identity.cluster_id,

@@ -135,14 +135,19 @@ class CatalogState:
         until = 0
         if transition.promise is Promise.GRANT:
             until = put.expires_ms + self.settings.grant_margin_ms
-        del put.tenant.writing[put.keys[index]]
-        nbytes = self._give_up(put, index, put.places[index], until, now_ms)
+        nbytes = self.give_up_grant(put, index, until, now_ms)
         work.drop(put.first + index, until if until > now_ms else 0)
         work.durable |= transition.durable
         self.counters[transition.counter] += 1
         if event is Event.GRANT_EXPIRED:
             self.counters["grants_reclaimed_bytes"] += nbytes
+
+    def give_up_grant(self, put: Put, index: int, until_ms: int, now_ms: int) -> int:
+        """The grant is not there any more, and its extents rest; how many bytes that is."""
+        del put.tenant.writing[put.keys[index]]
+        nbytes = self._give_up(put, index, put.places[index], until_ms, now_ms)
         self.close_grants(put, 1)
+        return nbytes
 
     def close_grants(self, put: Put, count: int) -> None:
         self.open_grants -= count
@@ -202,21 +207,29 @@ class CatalogState:
                 work.unseal(segment.segment_id, place & PLACE_MASK, length, generation)
             if segment.state == ALIVE:
                 freed += units
-            self.release(place, units, until, now_ms)
+        self.drop_object(slot, until, now_ms)
+        work.drop(generation, until if until > now_ms else 0)
+        self.counters[transition.counter] += 1
+        work.durable |= transition.durable
+        return freed
+
+    def drop_object(self, slot: int, until_ms: int, now_ms: int) -> None:
+        """The object is not there any more, and its extents rest."""
+        table = self.table
+        units = extent_units(table.length[slot])
+        places = table.places(slot)
+        for place in places:
+            self.release(place, units, until_ms, now_ms)
         tenant = self.tenants.at(table.tenant[slot])
         tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * len(places)
         key = table.key[slot]
         assert key is not None
         if tenant.complete.get(key) == slot:
             del tenant.complete[key]
-        if flags & HARD_PIN:
+        if table.flags[slot] & HARD_PIN:
             self.hard_pinned_units -= units * len(places)
         tenant.pool.remove(slot)
         table.drop(slot)
-        work.drop(generation, until if until > now_ms else 0)
-        self.counters[transition.counter] += 1
-        work.durable |= transition.durable
-        return freed
 
     def find_live(self, work: Work, tenant: Tenant, key: bytes, now_ms: int) -> int | None:
         """Slot of the object. One whose nodes are all gone, or whose TTL is over, but which is not
@@ -293,6 +306,17 @@ class CatalogState:
         self.table.ttls[slot] = until_ms
         heapq.heappush(self._ttls, (until_ms, slot, self.table.generation[slot]))
 
+    @property
+    def ttl_watches(self) -> int:
+        """More than there are TTLs by those of objects that ended before."""
+        return len(self._ttls)
+
+    def watch_ttls(self) -> None:
+        """Anew, from what the objects say."""
+        table = self.table
+        self._ttls = [(until, slot, table.generation[slot]) for slot, until in table.ttls.items()]
+        heapq.heapify(self._ttls)
+
     def end_ttls(self, work: Work, now_ms: int) -> None:
         table = self.table
         while self._ttls and self._ttls[0][0] <= now_ms:
@@ -310,20 +334,25 @@ class CatalogState:
             return
         if len(kept) == len(places):
             return
-        units = extent_units(table.length[slot])
         until = table.leased_until(slot, self.settings.lease_ms)
         for place in places:
-            if place not in kept:
-                segment = self.members.at(place >> PLACE_BITS)
-                if segment.state != GONE:
-                    work.lose(
-                        table.generation[slot], segment.segment_id, until if until > now_ms else 0
-                    )
-                self.release(place, units, until, now_ms)
+            segment = self.members.at(place >> PLACE_BITS)
+            if place not in kept and segment.state != GONE:
+                rests = until if until > now_ms else 0
+                work.lose(table.generation[slot], segment.segment_id, rests)
+        self.drop_replicas(slot, kept, until, now_ms)
+
+    def drop_replicas(self, slot: int, kept: tuple[int, ...], until_ms: int, now_ms: int) -> None:
+        """Of the object's replicas these are left (at least one); the extents of others rest."""
+        table = self.table
+        units = extent_units(table.length[slot])
+        lost = [place for place in table.places(slot) if place not in kept]
+        for place in lost:
+            self.release(place, units, until_ms, now_ms)
         tenant = self.tenants.at(table.tenant[slot])
-        tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * (len(places) - len(kept))
+        tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * len(lost)
         if table.flags[slot] & HARD_PIN:
-            self.hard_pinned_units -= units * (len(places) - len(kept))
+            self.hard_pinned_units -= units * len(lost)
         table.keep_places(slot, kept)
 
     def readable(self, slot: int, now_ms: int) -> bool:
