@@ -71,8 +71,8 @@ RECONNECT_MS = 1_000  # how long a call waits for a master that is not there
 LANE_OPEN_MS = 1_000
 LANE_RETRY_MS = 5_000  # until a lane that could not be opened is tried again
 ASK_MS = 2_000  # how long one of several masters may keep a call waiting
-TURN_MS = 10  # between two masters that are asked, more and more
-TURN_MAX_MS = 160
+TURN_MS = 20  # between two masters that are asked
+TURN_MAX_MS = 160  # likewise, when none knows a leader
 PART_BYTES = 8 << 20  # of keys in one message; half of the least limit a master may have
 
 T = TypeVar("T")
@@ -301,10 +301,11 @@ class MasterClient:
             try:
                 return attempt()
             except NotLeader as error:
-                if not self._turn(stop, str(error.context.get("leader", ""))) or patience.passed():
+                hint = str(error.context.get("leader", ""))
+                if not self._turn(stop, hint) or patience.passed():
                     raise
-            self._pause.wait(pause_ms / 1000)
-            pause_ms = min(2 * pause_ms, TURN_MAX_MS)
+            self._pause.wait((TURN_MS if hint else pause_ms) / 1000)
+            pause_ms = pause_ms if hint else min(2 * pause_ms, TURN_MAX_MS)
 
     def _turn(self, stop: Stop, hint: str = "") -> bool:
         """False: there is no other master to go to."""
