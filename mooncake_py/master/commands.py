@@ -45,7 +45,7 @@ class PutStart:
     digests: bytes  # 16 a key
     policy: ReplicaPolicy = field(default_factory=ReplicaPolicy)
     host_id: str = ""  # of the writer
-    groups: Sequence[int] = ()  # per key, equal = one fate; empty: none
+    groups: Sequence[int] = ()  # per key, equal = one fate (groups.py); 0 or empty: none
     random: int = 0  # 64 random bits for placement; the catalog draws none itself
 
 

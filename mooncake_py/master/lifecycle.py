@@ -38,6 +38,7 @@ class Event(Enum):
     TTL_ENDED = "ttl ended"
     DAMAGED = "last replica reported damaged"
     NODE_LOST = "last node lost"
+    GROUP_LOST = "another member of its group ended"
     PROMISE_ENDED = "promise ended"
 
 
@@ -112,6 +113,13 @@ TABLE: tuple[Transition, ...] = (
     ),
     Transition(
         _S.COMPLETE, _E.NODE_LOST, "", _S.ABSENT, "", counter="node_losses",
+    ),
+    Transition(
+        _S.WRITING, _E.GROUP_LOST, "", _S.RESTING, "the commit will be refused",
+        Promise.GRANT, counter="group_losses",
+    ),
+    Transition(
+        _S.COMPLETE, _E.GROUP_LOST, "", _S.RESTING, "", Promise.LEASE, counter="group_losses",
     ),
     Transition(
         _S.RESTING, _E.PROMISE_ENDED, "", _S.ABSENT, "extents are free", counter="",

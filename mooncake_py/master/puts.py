@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 
-from mooncake_py.errors import LeaseExpired, ObjectExists, OutOfSpace, QuotaExceeded, UsageError
+from mooncake_py.errors import OK, LeaseExpired, ObjectExists, OutOfSpace, QuotaExceeded, UsageError
 from mooncake_py.master import records
 from mooncake_py.master.commands import (
     Applied,
@@ -27,6 +27,7 @@ from mooncake_py.master.commands import (
     Refused,
     Statuses,
 )
+from mooncake_py.master.groups import names_of
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, REPLICAS, SOFT_PIN
 from mooncake_py.master.placement import Placer
@@ -101,6 +102,8 @@ class _PutStart:
         state.reserve_generations(self.work, len(command.keys))
         indices = self._fresh_keys()
         indices, places = self._find_places(indices)
+        if command.groups:
+            indices, places = self._drop_broken_groups(indices, places)
         for first, i in self.twins:
             self.status[i] = self.status[first] or _EXISTS
         generations = [0] * len(command.keys)
@@ -268,6 +271,37 @@ class _PutStart:
                 return place
         return -1
 
+    def _drop_broken_groups(
+        self, indices: list[int], places: list[tuple[int, ...]]
+    ) -> tuple[list[int], list[tuple[int, ...]]]:
+        """Groups of which a member found no place get none at all."""
+        numbers, lengths = self.command.groups, self.command.lengths
+        broken = {
+            numbers[i]: code for i, code in enumerate(self.status) if code not in (OK, _EXISTS)
+        }
+        broken.pop(0, None)
+        if not broken:
+            return indices, places
+        kept: list[tuple[int, tuple[int, ...]]] = []
+        for i, replicas in zip(indices, places, strict=True):
+            if numbers[i] not in broken:
+                kept.append((i, replicas))
+                continue
+            self.status[i] = broken[numbers[i]]
+            units = (lengths[i] + _ROUND) // EXTENT_ALIGN_BYTES
+            for place in replicas:
+                self.state.release(place, units, 0, self.now_ms)
+            self.allowance.give_back(units * len(replicas))
+            if self.policy.hard_pin:
+                self.state.hard_pinned_units -= units * len(replicas)
+        return [i for i, _ in kept], [replicas for _, replicas in kept]
+
+    def _group_names(self, indices: list[int]) -> Sequence[int]:
+        numbers = self.command.groups
+        if not any(numbers):
+            return ()
+        return names_of([numbers[i] for i in indices], self.state.next_generation)
+
     # --- grants ---------------------------------------------------------------------------------
 
     def _grant(self, indices: list[int], places: list[tuple[int, ...]]) -> Put:
@@ -280,7 +314,7 @@ class _PutStart:
             keys=list(command.keys) if all_keys else [command.keys[i] for i in indices],
             lengths=[command.lengths[i] for i in indices],
             places=places,
-            groups=[command.groups[i] for i in indices] if command.groups else (),
+            groups=self._group_names(indices),
             soft_pin_ms=min(self.policy.soft_pin_ms, settings.soft_pin_max_ms),
             hard_pin=self.policy.hard_pin,
             ttl_ms=self.policy.ttl_ms,
@@ -400,6 +434,8 @@ def commit(state: CatalogState, put: Put, index: int, now_ms: int) -> None:
         soft_pin = now_ms + put.soft_pin_ms if put.soft_pin_ms else 0
         ttl = now_ms + put.ttl_ms if put.ttl_ms else 0
         dress(state, slot, places, put.hard_pin, soft_pin, ttl)
+        if put.groups and put.groups[index]:
+            state.join_group(put.groups[index], tenant, key, slot)
     state.enter(tenant, key, slot, now_ms)
     state.close_grants(put, 1)
 

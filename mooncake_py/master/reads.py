@@ -37,7 +37,7 @@ from mooncake_py.master.commands import (
 from mooncake_py.master.lease import lease_length_ms
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, DRAINING, SUSPECT
-from mooncake_py.master.objects import LONG_LEASE, PLACE_BITS, PLACE_MASK, REPLICAS, TTL
+from mooncake_py.master.objects import GROUP, LONG_LEASE, PLACE_BITS, PLACE_MASK, REPLICAS, TTL
 from mooncake_py.master.state import CatalogState, Work
 from mooncake_py.master.tenant import Tenant
 from mooncake_py.model import BATCH_MAX_KEYS, EXTENT_ALIGN_BYTES, PLACEMENT_ROW
@@ -60,7 +60,7 @@ def exists(state: CatalogState, command: Exists, now_ms: int) -> Applied:
     tenant = state.tenants.find(command.tenant)
     if tenant is None:
         present = bytes(len(keys))
-    elif not (state.members.impaired or state.doubts or state.table.ttls):
+    elif not (state.members.impaired or state.doubts or state.table.ttls or state.groups):
         present = bytes(map(tenant.complete.__contains__, keys))
     else:
         present = bytes(map(_readable(state, tenant, now_ms), keys))
@@ -112,7 +112,7 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
                 del status[i + 1 :]
                 break
             continue
-        if careful or flags_of[slot] & (REPLICAS | TTL):
+        if careful or flags_of[slot] & (REPLICAS | TTL | GROUP):
             found = _all_rows(state, slot, i, entries, now_ms)
             if not found:
                 status[i] = _MISS

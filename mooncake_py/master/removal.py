@@ -54,7 +54,7 @@ def _remove_one(
     """Status, and how many complete objects ended (0 or 1)."""
     slot = state.find_live(work, tenant, key, now_ms)
     if slot is not None and not force:
-        leased = state.table.leased_until(slot, state.settings.lease_ms) > now_ms
+        leased = state.leased_until(slot) > now_ms
         if leased or state.table.flags[slot] & HARD_PIN:
             return ObjectLeased.code, 0
     grant = tenant.writing.get(key)

@@ -324,6 +324,8 @@ def _add_object(
     soft_pin = fields.soft_pin_ms + since if fields.soft_pin_ms else 0
     ttl = fields.ttl_ms + since if fields.ttl_ms else 0
     dress(state, slot, places, fields.hard_pin, soft_pin, ttl)
+    if put.groups and put.groups[0]:
+        state.join_group(put.groups[0], tenant, key, slot)
     state.enter(tenant, key, slot, now_ms)
     report.objects += 1
 
@@ -400,5 +402,6 @@ def _object_records(state: CatalogState, now_ms: int) -> Iterator[GrantFields]:
                     for place in table.places(slot)
                     for number in (ids[place >> PLACE_BITS], (place & PLACE_MASK) * UNIT_BYTES)
                 ],
+                groups=[table.groups.get(slot, 0) for slot in run] if table.groups else (),
                 complete=True,
             )

@@ -189,13 +189,16 @@ class Shadow:
                 self.report.objects_without_segment += fields.complete
                 continue
             if put is None or generation != put.first + len(put.keys):
+                groups: list[int] = []
                 put = Put(
-                    tenant, generation, fields.expires_ms, [], [], [],
+                    tenant, generation, fields.expires_ms, [], [], [], groups,
                     soft_pin_ms=fields.soft_pin_ms, hard_pin=fields.hard_pin, ttl_ms=fields.ttl_ms,
                 )  # fmt: skip
             put.keys.append(fields.keys[position])
             put.lengths.append(fields.lengths[position])
             put.places.append(places)
+            if fields.groups:
+                groups.append(fields.groups[position])
             put.open_count += 1
             self._account(put, places, fields.lengths[position])
             self._youngest = max(self._youngest, generation)
@@ -223,6 +226,8 @@ class Shadow:
         length, generation = put.lengths[index], put.first + index
         slot = state.table.add(key, generation, length, places[0], put.tenant.number)
         dress(state, slot, places, fields.hard_pin, fields.soft_pin_ms, fields.ttl_ms)
+        if put.groups and put.groups[index]:
+            state.join_group(put.groups[index], put.tenant, key, slot)
         state.enter(put.tenant, key, slot, self._now_ms)
         self._complete(put, slot)
 

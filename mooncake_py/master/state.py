@@ -13,10 +13,19 @@ from collections import defaultdict
 from mooncake_py.master import records
 from mooncake_py.master.commands import Applied, Effect, Reply, Unseal
 from mooncake_py.master.eviction import EvictionOrder, Links, Lru, Pool
+from mooncake_py.master.groups import Groups
 from mooncake_py.master.lease import RestingExtents
 from mooncake_py.master.lifecycle import TABLE, Event, Promise, State, end
 from mooncake_py.master.membership import ALIVE, GONE, Membership, Segment
-from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, READ, TTL, ObjectTable
+from mooncake_py.master.objects import (
+    GROUP,
+    HARD_PIN,
+    PLACE_BITS,
+    PLACE_MASK,
+    READ,
+    TTL,
+    ObjectTable,
+)
 from mooncake_py.master.s3fifo import S3Fifo
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
@@ -102,6 +111,7 @@ class CatalogState:
         self.counters: defaultdict[str, int] = defaultdict(int, dict.fromkeys(_COUNTERS, 0))
         self.next_generation = 1
         self.generation_mark = 1  # generations below may be used: a durable record says so
+        self.groups = Groups()
         self.open_grants = 0
         self.hard_pinned_units = 0
         self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
@@ -117,6 +127,8 @@ class CatalogState:
     def watch_grants(self, put: Put) -> None:
         """What of this put is not committed by its expiry ends then."""
         self._put_count += 1
+        if put.groups:
+            self.groups.begin(put)
         self.open_grants += put.open_count
         heapq.heappush(self._expiries, (put.expires_ms, self._put_count, put))
 
@@ -135,17 +147,23 @@ class CatalogState:
         until = 0
         if transition.promise is Promise.GRANT:
             until = put.expires_ms + self.settings.grant_margin_ms
+        group = put.groups[index] if put.groups else 0
         nbytes = self.give_up_grant(put, index, until, now_ms)
         work.drop(put.first + index, until if until > now_ms else 0)
         work.durable |= transition.durable
         self.counters[transition.counter] += 1
         if event is Event.GRANT_EXPIRED:
             self.counters["grants_reclaimed_bytes"] += nbytes
+        if group:
+            self._end_group(work, group, now_ms)
 
     def give_up_grant(self, put: Put, index: int, until_ms: int, now_ms: int) -> int:
         """The grant is not there any more, and its extents rest; how many bytes that is."""
-        del put.tenant.writing[put.keys[index]]
+        key = put.keys[index]
+        del put.tenant.writing[key]
         nbytes = self._give_up(put, index, put.places[index], until_ms, now_ms)
+        if put.groups and put.groups[index]:
+            self.groups.leave(put.groups[index], key, -1)
         self.close_grants(put, 1)
         return nbytes
 
@@ -179,7 +197,9 @@ class CatalogState:
     def lose_grants(self, work: Work, index: int, now_ms: int) -> None:
         """The segment with this index is gone, and with it what was to be written there."""
         for tenant in self.tenants:
-            for put, entry in list(tenant.writing.values()):
+            for key, (put, entry) in list(tenant.writing.items()):
+                if tenant.writing.get(key) != (put, entry):
+                    continue  # ended with its group just now
                 places = put.places[entry]
                 lost = tuple(each for each in places if each >> PLACE_BITS == index)
                 if len(lost) == len(places):
@@ -207,10 +227,13 @@ class CatalogState:
                 work.unseal(segment.segment_id, place & PLACE_MASK, length, generation)
             if segment.state == ALIVE:
                 freed += units
+        group = table.groups[slot] if flags & GROUP else 0
         self.drop_object(slot, until, now_ms)
         work.drop(generation, until if until > now_ms else 0)
         self.counters[transition.counter] += 1
         work.durable |= transition.durable
+        if group:
+            freed += self._end_group(work, group, now_ms)
         return freed
 
     def drop_object(self, slot: int, until_ms: int, now_ms: int) -> None:
@@ -229,7 +252,35 @@ class CatalogState:
         if table.flags[slot] & HARD_PIN:
             self.hard_pinned_units -= units * len(places)
         tenant.pool.remove(slot)
+        group = table.groups[slot] if table.flags[slot] & GROUP else 0
         table.drop(slot)
+        if group:
+            self.groups.leave(group, key, slot)
+
+    def join_group(self, name: int, tenant: Tenant, key: bytes, slot: int) -> None:
+        """This complete object is a member."""
+        self.table.flags[slot] |= GROUP
+        self.table.groups[slot] = name
+        self.groups.join(name, tenant, key, slot)
+
+    def _end_group(self, work: Work, name: int, now_ms: int) -> int:
+        """The other members end too; units that became free."""
+        slots, grants = self.groups.dissolve(name)
+        for grant in grants:
+            self.end_grant(work, grant, Event.GROUP_LOST, now_ms)
+        return sum(
+            self.end_object(work, slot, Event.GROUP_LOST, now_ms)
+            for slot in slots
+            if self.table.key[slot] is not None and self.table.groups.get(slot) == name
+        )
+
+    def leased_until(self, slot: int) -> int:
+        """End of the lease of the object or, if later, of any member of its group."""
+        table, lease_ms = self.table, self.settings.lease_ms
+        if not table.flags[slot] & GROUP:
+            return table.leased_until(slot, lease_ms)
+        mates = self.groups.mates(table.groups[slot])
+        return max(table.leased_until(each, lease_ms) for each in mates)
 
     def find_live(self, work: Work, tenant: Tenant, key: bytes, now_ms: int) -> int | None:
         """Slot of the object. One whose nodes are all gone, or whose TTL is over, but which is not
@@ -266,6 +317,9 @@ class CatalogState:
             owner = self.tenants.at(self.table.tenant[slot])
             if not self._helps(slot):
                 owner.pool.set_aside(slot, now_ms + _SET_ASIDE_MS)
+                continue
+            if self.table.flags[slot] & GROUP and (until := self.leased_until(slot)) > now_ms:
+                owner.pool.set_aside(slot, until)
                 continue
             owner.counters["evictions"] += 1
             freed += self.end_object(work, slot, Event.EVICT, now_ms)
@@ -360,6 +414,16 @@ class CatalogState:
         return bool(self.readable_places(slot, now_ms))
 
     def readable_places(self, slot: int, now_ms: int) -> list[int]:
+        """Places that a reader may be sent to; none unless the whole group can be read."""
+        if self.table.flags[slot] & GROUP:
+            name = self.table.groups[slot]
+            if not self.groups.whole(name) or not all(
+                self._own_places(mate, now_ms) for mate in self.groups.mates(name)
+            ):
+                return []
+        return self._own_places(slot, now_ms)
+
+    def _own_places(self, slot: int, now_ms: int) -> list[int]:
         impaired, doubts = self.members.impaired, self.doubts
         generation = self.table.generation[slot]
         return [

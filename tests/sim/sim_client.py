@@ -94,7 +94,14 @@ class Client:
         )
         lengths = [random.choice([0, 100, 700, 2000]) for _ in keys]
         start = PutStart(
-            "t", keys, lengths, bytes(16 * len(keys)), policy, "", (), random.getrandbits(64)
+            "t",
+            keys,
+            lengths,
+            bytes(16 * len(keys)),
+            policy,
+            "",
+            [random.choice([1, 2]) for _ in keys] if random.random() < 0.3 else (),
+            random.getrandbits(64),
         )
         answer = yield from self._ask(start)
         if not isinstance(answer, Answer) or not isinstance(answer.reply, Granted):

@@ -90,6 +90,16 @@ class _Books:
 
     def check(self) -> None:
         state = self.state
+        for name, group in state.groups._groups.items():
+            assert group.open or group.slots, "an empty group"
+            for slot in group.slots:
+                assert state.table.groups[slot] == name
+            for key in group.open:
+                put, index = group.tenant.writing[key]
+                assert put.groups[index] == name
+        assert len(state.table.groups) == sum(
+            len(each.slots) for each in state.groups._groups.values()
+        )
         assert self.pinned_units == state.hard_pinned_units
         assert state.open_grants == sum(len(each.writing) for each in state.tenants)
         assert len(set(self.generations)) == len(self.generations), "a generation lives twice"
@@ -254,6 +264,7 @@ def picture(catalog: Catalog) -> dict[str, object]:
             table.soft_pins.get(slot, 0),
             table.ttls.get(slot, 0),
             table.flags[slot] & HARD_PIN,
+            table.groups.get(slot, 0),
         ): extents(table.places(slot))
         for slot in table.live()
     }
@@ -267,6 +278,7 @@ def picture(catalog: Catalog) -> dict[str, object]:
             put.soft_pin_ms,
             put.ttl_ms,
             put.hard_pin,
+            put.groups[index] if put.groups else 0,
         ): extents(put.places[index])
         for tenant in state.tenants
         for key, (put, index) in tenant.writing.items()
