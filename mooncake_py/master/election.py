@@ -110,8 +110,9 @@ class Leadership:
 
 class Suspicion:
     """Is the leader's process gone? Only who was connected to it may say so, so that a wrong
-    address or a wall between the two is no reason to depose it; and not twice within `rest_ms`, so
-    that two masters that cannot reach each other do not take turns."""
+    address or a wall between the two is no reason to depose it; and whoever has deposed one waits
+    `rest_ms` before the next, so that two masters that cannot reach each other do not take turns.
+    """
 
     __slots__ = ("_deposed_ms", "_met", "_rest_ms")
 
@@ -130,5 +131,8 @@ class Suspicion:
         if self._deposed_ms is not None and now_ms - self._deposed_ms < self._rest_ms:
             return False
         self._met = ""
-        self._deposed_ms = now_ms
         return True
+
+    def deposed(self, now_ms: int) -> None:
+        """It was taken over from, by us."""
+        self._deposed_ms = now_ms

@@ -211,7 +211,8 @@ class Contender:
             self._store.close()
             raise
         self._campaign = self._store.campaign(self._address)
-        self._probe = Probe(Suspicion(settings.leader_lease_ms), setup.clock.now_ms)
+        self._suspicion = Suspicion(settings.leader_lease_ms)
+        self._probe = Probe(self._suspicion, setup.clock.now_ms)
         self._reign: Reign | None = None
         self._leader = ""
         self._term = 0
@@ -294,6 +295,8 @@ class Contender:
                     log.warning("the leader's process at %s is gone", self._leader)
                 won = self._campaign.run(leader, 2 * CALL_MS)
                 if isinstance(won, Session):
+                    if gone:
+                        self._suspicion.deposed(self._setup.clock.now_ms())
                     return won
                 follower.leader = won if won.revision else None
             follower.step(WATCH_MS)

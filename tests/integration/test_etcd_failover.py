@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 import grpc
@@ -259,5 +259,34 @@ def test_a_leader_that_is_asked_to_stop_makes_room_at_once(
         finally:
             load.stop()
         assert took_ms <= FAILOVER_MS, masters.said()
+        with StoreClient(masters.address) as client:
+            load.check(client)
+
+
+@pytest.mark.parametrize("how", ["freeze", "kill"])
+def test_a28_f28_a_lost_etcd_member_costs_masters_seconds_and_no_object(
+    tmp_path: Path, how: str
+) -> None:
+    """The worst one to lose: the member that leads etcd itself."""
+    with (
+        EtcdCluster(tmp_path / "etcd", 3) as etcd,
+        Masters(tmp_path, etcd, 2, node_count=1) as masters,
+    ):
+        load = Load(masters.address, writers=1)
+        try:
+            load.wait_for_success_after(CLOCK.now_ms(), 10_000)
+            getattr(etcd, how)(etcd.raft_leader())
+            lost_ms = CLOCK.now_ms()
+            load.wait_for_success_after(lost_ms, 15_000)
+            # It may have succeeded just before etcd noticed: what counts is that it goes on.
+            until(lambda: CLOCK.now_ms() - load.acknowledged[-1][0] < 100, 15_000, "going on")
+            until(lambda: CLOCK.now_ms() - lost_ms > 6_000, 10_000, "six seconds")
+            load.wait_for_success_after(CLOCK.now_ms(), 5_000)
+        finally:
+            load.stop()
+        times = [lost_ms, *(began for began, _ in load.acknowledged if began > lost_ms)]
+        gap_ms = max(b - a for a, b in pairwise(times))
+        print(f"{how}: longest time without a successful put {gap_ms} ms")
+        assert gap_ms < 8_000, masters.said()
         with StoreClient(masters.address) as client:
             load.check(client)
