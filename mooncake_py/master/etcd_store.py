@@ -22,13 +22,14 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from mooncake_py.clock import Clock, Deadline, SystemClock
-from mooncake_py.errors import InternalError, MasterUnavailable, NotLeader
+from mooncake_py.errors import InternalError, MasterUnavailable, MooncakeError, NotLeader
 from mooncake_py.master import chunks
 from mooncake_py.master.election import LeaseTimes
 from mooncake_py.master.etcd import EtcdAddress, EtcdClient, Unclear, prefix_end
@@ -180,7 +181,7 @@ class EtcdStore:
     """A `MetadataStore` at an address of etcd.
 
     `load` campaigns once: for stores used without standbys, like the embedded one. A standby that
-    has won calls `lead` instead. Used by one thread at a time.
+    has won calls `lead` instead. Used by one thread at a time (its own snapshot thread aside).
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class EtcdStore:
         lease_ms: int = LEASE_MS,
         clock: Clock | None = None,
         client: EtcdClient | None = None,
+        background: bool = False,
     ) -> None:
         self._text = text
         self.address = EtcdAddress.parse(text)
@@ -204,14 +206,21 @@ class EtcdStore:
         self._sequence = 0
         self._unsure: dict[int, int] = {}  # nonce of an append that may arrive -> its records
         self._compact_at = 0
+        self._background = background
+        self._snapshotter: threading.Thread | None = None
 
     def describe(self) -> str:
         return str(self.address)
 
     def borrowed(self) -> EtcdStore:
-        """Another one with the same client, which stays open when it is closed."""
+        """Another one with the same client, which stays open when it is closed. Its snapshots are
+        written in the background, so that commits do not wait for them."""
         return EtcdStore(
-            self._text, lease_ms=self.times.lease_ms, clock=self._clock, client=self.client
+            self._text,
+            lease_ms=self.times.lease_ms,
+            clock=self._clock,
+            client=self.client,
+            background=True,
         )
 
     def campaign(self, grpc: str) -> Campaign:
@@ -268,8 +277,31 @@ class EtcdStore:
             return self._sequence
 
     def write_snapshot(self, snapshot: bytes, sequence: int) -> None:
-        """See `MetadataStore.write_snapshot`. `sequence`: one that `append` or `load` gave."""
+        """See `MetadataStore.write_snapshot`. In the background: it is there before `close`
+        returns; one that cannot be written is logged, and while one is being written another is
+        left out, since the records say it all."""
         session = self._leading()
+        if not self._background:
+            self._write_snapshot(session, snapshot, sequence)
+            return
+        if self._snapshotter is not None and self._snapshotter.is_alive():
+            log.warning("the snapshot before is still being written; this one is left out")
+            return
+        self._snapshotter = threading.Thread(
+            target=self._try_snapshot,
+            args=(session, snapshot, sequence),
+            name="mooncake-snapshot",
+            daemon=True,
+        )
+        self._snapshotter.start()
+
+    def _try_snapshot(self, session: Session, snapshot: bytes, sequence: int) -> None:
+        try:
+            self._write_snapshot(session, snapshot, sequence)
+        except MooncakeError as error:
+            log.warning("no snapshot of %d bytes was written: %s", len(snapshot), error)
+
+    def _write_snapshot(self, session: Session, snapshot: bytes, sequence: int) -> None:
         nonce = secrets.randbits(64)
         values = chunks.cut_snapshot(snapshot, nonce)
         first = next(values)
@@ -279,6 +311,8 @@ class EtcdStore:
         self._truncate(session)
 
     def close(self) -> None:
+        if self._snapshotter is not None:
+            self._snapshotter.join(4 * CALL_MS / 1000)
         if self._session is not None:
             self._session.resign(CALL_MS)
             self._session = None

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 LANE_BURST = 64  # messages taken from the lane between two served calls
 DEFECT_PAUSE_MS = 1_000  # until the next tick after one that failed
+APPEND_BYTES = 256  # what a store keeps beside the records of one append, at most
 STALLED_MS = 2_000  # an owner that has not come round for this long makes the process unhealthy
 
 
@@ -217,7 +218,7 @@ class Owner:
 
     def _record(self, records: Sequence[bytes], replies: list[tuple[Call, bytes]]) -> None:
         self._writer.commit(records, replies)
-        self._record_nbytes += sum(map(len, records))
+        self._record_nbytes += APPEND_BYTES + sum(map(len, records))
         if self._record_nbytes >= self._limits.snapshot_record_bytes:
             self._writer.snapshot(self._service.snapshot(self._clock.now_ms()))
             self._snapshots.value += 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from etcd_cluster import EtcdCluster, needs_etcd
+from masters import until
 
 from mooncake_py.clock import SystemClock
 from mooncake_py.errors import MasterUnavailable, NotLeader, UsageError
@@ -246,3 +249,36 @@ def test_addresses(text: str, members: tuple[str, ...], prefix: str) -> None:
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         EtcdAddress.parse(text)
+
+
+def test_snapshots_in_the_background_are_there_when_the_store_is_closed(address: str) -> None:
+    owner = EtcdStore(address)
+    session = owner.campaign("").run(None, 2_000)
+    store = owner.borrowed()
+    store.lead(session, 0)
+    covered = store.append([b"a"])
+    store.write_snapshot(b"s" * 3_000_000, covered)
+    store.append([b"b"])  # does not wait for it
+    store.close()
+    owner.close()
+    again = EtcdStore(address)
+    loaded = again.load()
+    again.close()
+    assert (loaded.snapshot, loaded.records) == (b"s" * 3_000_000, [b"b"])
+
+
+def test_a28_many_sessions_leave_no_thread_and_no_socket(address: str) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def one() -> None:
+        store = EtcdStore(address)
+        store.load()
+        store.append([b"x"])
+        store.close()
+
+    one()  # what gRPC keeps for the process is there from now on
+    before = threading.active_count(), open_files()
+    for _ in range(int(os.environ.get("MOONCAKE_SESSIONS", "50"))):
+        one()
+    until(lambda: threading.active_count() <= before[0] and open_files() <= before[1], 5_000, "end")

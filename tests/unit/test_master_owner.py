@@ -18,7 +18,7 @@ from mooncake_py.clock import ManualClock
 from mooncake_py.errors import Backpressure, MasterUnavailable, MooncakeError
 from mooncake_py.master.inbox import GRPC, Call, Inbox, Limits
 from mooncake_py.master.metadata import Loaded
-from mooncake_py.master.owner import Bell, Owner
+from mooncake_py.master.owner import APPEND_BYTES, Bell, Owner
 from mooncake_py.master.service import Answer, Service
 from mooncake_py.master.writer import Writer
 from mooncake_py.metrics import Metrics
@@ -247,7 +247,7 @@ def test_records_faster_than_the_disk_are_backpressure() -> None:
 
 
 def test_snapshots_stand_behind_the_records_they_contain() -> None:
-    stage = Stage(replace(LIMITS, snapshot_record_bytes=10))
+    stage = Stage(replace(LIMITS, snapshot_record_bytes=2 * (APPEND_BYTES + 5)))
     stage.service.answers["Remove"] = Answer(b"removed", 0, [b"12345"], durable_first=True)
     for _ in range(5):
         said(stage.call(REMOVE))
