@@ -229,7 +229,8 @@ def test_f28_every_call_ends_in_time_when_a_process_stands_still(
 
 def test_a42_a_client_outlives_a_restart_of_the_master(fresh_cluster: Cluster) -> None:
     with StoreClient(fresh_cluster.address, timeout_ms=20_000) as store:
-        store.put("kept", b"k" * 50_000)
+        store.put_batch(["kept", "flush"], [b"k" * 50_000, b"f"])
+        store.remove("flush", force=True)  # answered once this and what came before is durable
         port = int(fresh_cluster.address.rpartition(":")[2])
         fresh_cluster.master.child.kill()
         with pytest.raises(MasterUnavailable):
