@@ -48,6 +48,7 @@ from mooncake_py.master.state import CatalogState, Work
 from mooncake_py.model import EXTENT_ALIGN_BYTES
 
 _TENANTS_SHOWN = 100  # of a status
+_LISTING_MS = 60_000  # a listing that nobody goes on with is forgotten
 _HOUSEKEEPING_MS = 10_000
 
 
@@ -64,6 +65,12 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
     if now_ms >= state.housekeeping_ms:
         state.housekeeping_ms = now_ms + _HOUSEKEEPING_MS
         state.forget_empty_tenants()
+        for tenant in state.tenants:
+            tenant.listings = {
+                page: each
+                for page, each in tenant.listings.items()
+                if each.used_ms + _LISTING_MS > now_ms
+            }
     if state.doubts:
         state.doubts = {which: until for which, until in state.doubts.items() if until > now_ms}
     return work.done(Done(), now_ms)

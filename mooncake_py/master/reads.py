@@ -11,7 +11,7 @@ changes nothing. Pure.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from mooncake_py.errors import (
     OK,
@@ -39,10 +39,11 @@ from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, DRAINING, SUSPECT
 from mooncake_py.master.objects import GROUP, LONG_LEASE, PLACE_BITS, PLACE_MASK, REPLICAS, TTL
 from mooncake_py.master.state import CatalogState, Work
-from mooncake_py.master.tenant import Tenant
+from mooncake_py.master.tenant import Listing, Tenant
 from mooncake_py.model import BATCH_MAX_KEYS, EXTENT_ALIGN_BYTES, PLACEMENT_ROW
 
 _MISS = ObjectNotFound.code
+_LISTINGS_MAX = 4  # in progress a tenant
 _WRONG_BYTES = (ChecksumMismatch.code, LeaseExpired.code)
 _UNREACHED = (PeerUnreachable.code, TransferTimeout.code)
 
@@ -167,7 +168,7 @@ def list_keys(state: CatalogState, command: List, now_ms: int) -> Applied:
     tenant = state.tenants.find(command.tenant)
     if tenant is None:
         return Applied(Listed((), (), (), False))
-    found = heapq.nsmallest(limit + 1, _matching(tenant, command))
+    found = _next_keys(tenant, command, limit + 1, now_ms)
     page = found[:limit]
     slots = [tenant.complete[key] for key in page]
     lengths = [state.table.length[slot] for slot in slots]
@@ -175,9 +176,34 @@ def list_keys(state: CatalogState, command: List, now_ms: int) -> Applied:
     return Applied(Listed(page, lengths, replicas, len(found) > limit))
 
 
-def _matching(tenant: Tenant, command: List) -> Iterator[bytes]:
+def _next_keys(tenant: Tenant, command: List, count: int, now_ms: int) -> list[bytes]:
+    """The first `count` keys after `after`.
+
+    The first page looks at all keys, the second sorts those that are left, and the pages after that
+    only walk on through them: a listing does not see what is put behind its back.
+    """
     prefix, after = command.prefix, command.after
-    return (key for key in tenant.complete if key > after and key.startswith(prefix))
+    listing = tenant.listings.pop((prefix, after), None)
+    if listing is None:
+        keys = [key for key in tenant.complete if key > after and key.startswith(prefix)]
+        if not after:
+            found = heapq.nsmallest(count, keys)
+            return found
+        keys.sort()
+        listing = Listing(keys)
+    found = []
+    while listing.position < len(listing.keys) and len(found) < count:
+        key = listing.keys[listing.position]
+        listing.position += 1
+        if key in tenant.complete:
+            found.append(key)
+    if len(found) == count:
+        listing.position -= 1  # one was only to see whether there are more
+        listing.used_ms = now_ms
+        while len(tenant.listings) >= _LISTINGS_MAX:
+            del tenant.listings[next(iter(tenant.listings))]
+        tenant.listings[prefix, found[-2] if count > 1 else after] = listing
+    return found
 
 
 def report(state: CatalogState, command: Report, now_ms: int) -> Applied:

@@ -69,6 +69,15 @@ class Quota:
         )
 
 
+@dataclass(slots=True)
+class Listing:
+    """The keys of a listing in progress, so that not every page has to look at all keys."""
+
+    keys: list[bytes]
+    position: int = 0  # where the next page begins
+    used_ms: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Tenant:
     name: str
@@ -79,6 +88,8 @@ class Tenant:
     writing: dict[bytes, Grant] = field(default_factory=dict)
     used_bytes: int = 0  # extents of complete and writing objects
 
+    # by prefix and the last key of the page before
+    listings: dict[tuple[bytes, bytes], Listing] = field(default_factory=dict)
     counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     @property

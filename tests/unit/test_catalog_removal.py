@@ -117,6 +117,31 @@ def test_f48_listing_pages_through_all_keys_in_order(driver: Driver) -> None:
     assert list(page.keys) == [key for key in keys if key.startswith(b"a")]
 
 
+def test_f48_a_listing_goes_on_while_keys_come_and_go(driver: Driver) -> None:
+    driver.put([b"k%03d" % i for i in range(100)], 10)
+    found: list[bytes] = []
+    for step in range(100):
+        page = driver.apply(List("t", b"k", found[-1] if found else b"", 9)).reply
+        assert isinstance(page, Listed)
+        found += page.keys
+        if not page.more:
+            break
+        driver.remove([b"k%03d" % (99 - step), b"k%03d" % step])
+        driver.put([b"k%03d.new" % step], 10)
+    assert found == sorted(set(found))
+    kept = {b"k%03d" % i for i in range(12, 88)}
+    assert kept <= set(found), "what was there all the time is seen"
+    again = driver.apply(List("t", b"k", b"", 1000)).reply
+    assert isinstance(again, Listed)
+    assert sum(key.endswith(b".new") for key in again.keys) >= 9, "a new listing sees all"
+    tenant = driver.catalog.state.tenants.find("t")
+    assert tenant is not None
+    driver.apply(List("t", b"k", b"k0", 10))
+    assert tenant.listings
+    driver.pass_time(120_000)
+    assert not tenant.listings
+
+
 def test_listing_changes_nothing_and_bounds_its_page(driver: Driver) -> None:
     driver.put([b"k"], 64)
     assert isinstance(driver.apply(List("t", limit=0)).reply, Refused)
