@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-from mooncake_py.master import nodes, puts, quotas, reads, removal, replay
+from mooncake_py.master import events, nodes, puts, quotas, reads, removal, replay
 from mooncake_py.master.commands import (
     Applied,
     Command,
     Done,
+    Events,
     Exists,
     Heartbeat,
     List,
@@ -131,6 +132,7 @@ _VERBS: dict[type, Callable[[CatalogState, Any, int], Applied]] = {
     List: reads.list_keys,
     Report: reads.report,
     SetQuota: quotas.set_quota,
+    Events: lambda state, command, now_ms: events.events(state.events, command),
     PutStart: puts.put_start,
     PutEnd: puts.put_end,
     PutRevoke: puts.put_revoke,

@@ -102,6 +102,14 @@ class SetQuota:
     remove: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What happened to objects after this sequence number (events.py). 0: from the oldest kept."""
+
+    after: int = 0
+    limit: int = 1000
+
+
 # --- nodes and time -----------------------------------------------------------------------------
 
 
@@ -146,7 +154,7 @@ class Status:
 
 
 Command = (
-    Exists | Locate | PutStart | PutEnd | PutRevoke | Remove | List | Report | SetQuota
+    Exists | Locate | PutStart | PutEnd | PutRevoke | Remove | List | Report | SetQuota | Events
     | Mount | Heartbeat | Unmount | Tick | Status
 )  # fmt: skip
 
@@ -218,6 +226,27 @@ class SegmentInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ObjectEvent:
+    """`what`: "stored", or the event of lifecycle.py that ended the object."""
+
+    sequence: int
+    what: str
+    tenant: str
+    key: bytes
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventPage:
+    """`newest`: sequence of the last event there is. `gap`: events between `after` and the first
+    of these are not kept."""
+
+    events: Sequence[ObjectEvent]
+    newest: int
+    gap: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TenantInfo:
     name: str
     keys: int  # complete and in writing
@@ -245,6 +274,7 @@ class Done:
 
 Reply = (
     Refused | Statuses | Present | Located | Granted | Listed | Mounted | StatusInfo | Done
+    | EventPage
 )  # fmt: skip
 
 # --- effects ------------------------------------------------------------------------------------

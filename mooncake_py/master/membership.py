@@ -47,6 +47,7 @@ class Segment:
         "index",
         "mounted",
         "nbytes",
+        "new_ms",
         "node",
         "region",
         "resting_units",
@@ -69,6 +70,7 @@ class Segment:
         self.state = ALIVE
         self.mounted = True  # with this master, not only with a former one
         self.seen_ms = now_ms
+        self.new_ms = now_ms  # since when it is there; 0: it was before this master
         self.used_units = 0
         self.resting_units = 0
 

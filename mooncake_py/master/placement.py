@@ -3,8 +3,10 @@
 Order of preference: the nodes the caller prefers, in its order; then segments on the writer's own
 host (a put is then a memory copy); then the rest. Within a tier two segments are drawn and the one
 with the larger share of free space is taken, which fills segments of different sizes in
-proportion. Replicas of one object are on distinct nodes, and on distinct hosts as long as there
-are any. Random numbers come from the command, so the same command always decides the same. Pure.
+proportion. A new segment in an old cluster would win every such draw and be flooded, so in its
+first `slow_start_ms` it loses most of them, fewer as time goes on. Replicas of one object are on
+distinct nodes, and on distinct hosts as long as there are any. Random numbers come from the
+command, so the same command always decides the same. Pure.
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ _RUN = 16  # keys that follow each other onto one segment: few messages, yet spr
 class Placer:
     """Finds extents for the keys of one put start."""
 
-    __slots__ = ("_random", "_tiers")
+    __slots__ = ("_handicaps", "_random", "_tiers")
 
     def __init__(
-        self, segments: Sequence[Segment], policy: ReplicaPolicy, host_id: str, random: int
+        self,
+        segments: Sequence[Segment],
+        policy: ReplicaPolicy,
+        host_id: str,
+        random: int,
+        handicaps: dict[int, int] | None = None,
     ) -> None:
+        """`handicaps`: of 256 draws against an old segment this one (by index) loses so many."""
+        self._handicaps = handicaps or {}
         self._random = (random ^ _INCREMENT) & _MASK64
         left = list(segments)
         tiers: list[list[Segment]] = []
@@ -106,5 +115,22 @@ class Placer:
         count = len(segments)
         one = segments[(number >> 33) % count]
         other = segments[(number >> 48) % count]
+        if self._handicaps and one is not other:
+            mine = self._handicaps.get(one.index, 0)
+            theirs = self._handicaps.get(other.index, 0)
+            if bool(mine) != bool(theirs) and number & 255 < mine + theirs:
+                return other if mine else one
         a, b = one.allocator, other.allocator
         return one if a.free * b.units >= b.free * a.units else other
+
+
+def handicaps(
+    segments: Sequence[Segment], slow_start_ms: int, now_ms: int
+) -> dict[int, int] | None:
+    """Of segments in their slow start; None when there are none, or nothing else."""
+    young = {
+        each.index: 256 - 256 * (now_ms - each.new_ms) ** 2 // slow_start_ms**2
+        for each in segments
+        if now_ms - each.new_ms < slow_start_ms
+    }
+    return young if 0 < len(young) < len(segments) else None

@@ -27,10 +27,11 @@ from mooncake_py.master.commands import (
     Refused,
     Statuses,
 )
+from mooncake_py.master.events import STORED
 from mooncake_py.master.groups import names_of
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, REPLICAS, SOFT_PIN
-from mooncake_py.master.placement import Placer
+from mooncake_py.master.placement import Placer, handicaps
 from mooncake_py.master.quotas import Allowance
 from mooncake_py.master.state import CatalogState, Work
 from mooncake_py.master.tenant import Put, Tenant
@@ -91,7 +92,8 @@ class _PutStart:
         self.twins: list[tuple[int, int]] = []  # (index, later index) of the same key
         segments = state.members.placeable
         self.policy = command.policy
-        self.placer = Placer(segments, command.policy, command.host_id, command.random)
+        young = handicaps(segments, state.settings.slow_start_ms, now_ms)
+        self.placer = Placer(segments, command.policy, command.host_id, command.random, young)
         self.capacity = sum(each.allocator.units for each in segments)
         self.largest = max((each.allocator.units for each in segments), default=0)
         high = int(self.capacity * state.settings.evict_high_ratio)
@@ -437,6 +439,7 @@ def commit(state: CatalogState, put: Put, index: int, now_ms: int) -> None:
         if put.groups and put.groups[index]:
             state.join_group(put.groups[index], tenant, key, slot)
     state.enter(tenant, key, slot, now_ms)
+    state.events.add(STORED, tenant.name, key, put.first + index)
     state.close_grants(put, 1)
 
 

@@ -184,6 +184,7 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
         )  # fmt: skip
         segment = members.add(command, fields.segment_id, now_ms)
         segment.mounted = False
+        segment.new_ms = 0
         members.set_state(segment, RETURNING)
     report.segments = len(log.segments)
     for quota in log.quotas.values():

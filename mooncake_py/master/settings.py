@@ -23,6 +23,7 @@ class CatalogSettings:
     heartbeat_ms: int = 250  # what nodes are asked for
     suspect_ms: int = 1_000  # silence after which a node is not used
     dead_ms: int = 10_000  # silence after which a node's objects are forgotten
+    slow_start_ms: int = 10_000  # a new segment is preferred for its free space only after this
     doubt_ms: int = 2_000  # a reported placement is not given out for this long
     evict_high_ratio: float = 0.95  # eviction starts
     evict_low_ratio: float = 0.90  # eviction stops
@@ -34,6 +35,7 @@ class CatalogSettings:
     objects_max: int = 16_000_000  # more objects evict others; 43 bytes of address space each
     tenants_max: int = 10_000
     list_max: int = 10_000  # keys a page
+    events_max: int = 0  # newest events kept for mirrors, about 250 bytes each; 0: none
     reclaim_max: int = 2_000  # objects of lost nodes forgotten per tick
     generation_block: int = 1 << 20  # generations reserved by one durable record
 
@@ -52,6 +54,7 @@ class CatalogSettings:
                 "evict_low_ratio",
                 "evict_high_ratio",
             ),
+            (self.slow_start_ms >= 0, "0", "slow_start_ms"),
             (1 <= self.replica_max <= 255, "1", "replica_max (at most 255)"),
             (1 << 12 <= self.objects_max < 1 << 32, "4096", "objects_max (below 2 ** 32)"),
             (self.tenants_max < 1 << 16, "tenants_max", "65535"),

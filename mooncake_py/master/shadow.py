@@ -309,6 +309,7 @@ class Shadow:
             segment = members.add(mount, fields.segment_id, self._now_ms)
             segment.allocator = _Unplaced(segment.allocator.units)
             segment.mounted = False
+            segment.new_ms = 0
             members.set_state(segment, RETURNING)
         segment.address, segment.host_id = fields.address, fields.host_id
         segment.region = fields.region

@@ -12,6 +12,7 @@ from collections import defaultdict
 
 from mooncake_py.master import records
 from mooncake_py.master.commands import Applied, Effect, Reply, Unseal
+from mooncake_py.master.events import EventLog
 from mooncake_py.master.eviction import EvictionOrder, Links, Lru, Pool
 from mooncake_py.master.groups import Groups
 from mooncake_py.master.lease import RestingExtents
@@ -112,6 +113,7 @@ class CatalogState:
         self.next_generation = 1
         self.generation_mark = 1  # generations below may be used: a durable record says so
         self.groups = Groups()
+        self.events = EventLog(settings.events_max)
         self.open_grants = 0
         self.hard_pinned_units = 0
         self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
@@ -228,6 +230,8 @@ class CatalogState:
             if segment.state == ALIVE:
                 freed += units
         group = table.groups[slot] if flags & GROUP else 0
+        owner, key = self.tenants.at(table.tenant[slot]), table.key[slot]
+        self.events.add(event.value, owner.name, key or b"", generation)
         self.drop_object(slot, until, now_ms)
         work.drop(generation, until if until > now_ms else 0)
         self.counters[transition.counter] += 1
@@ -457,6 +461,7 @@ class CatalogState:
         """See `Catalog.begin_term`."""
         self.next_generation = max(self.next_generation, term << _GENERATION_BITS)
         self.generation_mark = max(self.generation_mark, (term + 1) << _GENERATION_BITS)
+        self.events.begin(term << _GENERATION_BITS)
         members = self.members
         members.next_segment_id = max(members.next_segment_id, term << _SEGMENT_BITS)
 

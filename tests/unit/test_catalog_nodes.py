@@ -173,3 +173,39 @@ def test_f43_a_damaged_replica_ends_and_late_reports_do_not() -> None:
 def test_a21_contradicting_times_are_refused() -> None:
     with pytest.raises(UsageError, match="suspect_ms must not exceed dead_ms"):
         Driver(CatalogSettings(suspect_ms=5000, dead_ms=4000))
+
+
+def test_a16_f39_a_new_empty_node_takes_at_most_its_share_at_first() -> None:
+    driver = Driver()
+    for name in "abc":
+        driver.mount(name, 1024 * KIB)
+    key = 0
+
+    def put_for(ms: int) -> dict[int, int]:
+        nonlocal key
+        granted: dict[int, int] = {}
+        for _ in range(ms // 100):
+            driver.pass_time(100)
+            for _ in range(4):
+                reply = driver.start([b"%d" % key], 1024)
+                key += 1
+                driver.end([b"%d" % (key - 1)], list(reply.generations))
+                granted[reply.segment_ids[0]] = granted.get(reply.segment_ids[0], 0) + 1
+        return granted
+
+    put_for(40_000)
+    new = driver.mount("d", 1024 * KIB)
+    first = put_for(S.slow_start_ms)
+    assert 0 < first[new] <= sum(first.values()) / 4
+    then = put_for(S.slow_start_ms)
+    assert then[new] > sum(then.values()) / 4, "afterwards it catches up"
+
+
+def test_a_cluster_of_new_nodes_is_used_at_once_and_evenly() -> None:
+    driver = Driver()
+    for name in "abc":
+        driver.mount(name, 1024 * KIB)
+    for i in range(150):
+        driver.put([b"%d" % i], 1024)
+    used = [each.used_units for each in driver.catalog.state.members]
+    assert max(used) < 1.3 * min(used)
