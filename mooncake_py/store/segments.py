@@ -8,12 +8,16 @@ Every incarnation of a segment has a small number of its own in this client, its
 placements carry it, and the native reader finds the mapping by it. `table` is replaced, never
 changed: who reads holds the one it began with, and with it every mapping in it.
 
+A thread looks for nodes that are gone and lets go of their memory, also while nobody calls: else
+it would stay occupied on this host for as long as the client lives.
+
 Thread-safe. Two threads that meet a new node at the same time open it once.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,6 +27,8 @@ from mooncake_py.errors import AccessRefused, MooncakeError
 from mooncake_py.master.client import Segment
 from mooncake_py.transfer import Mapping, Peer, TransferEngine
 
+_LOOK_S = 0.5  # between two looks for nodes that are gone
+
 
 @dataclass(slots=True)
 class Reach:
@@ -31,6 +37,13 @@ class Reach:
     segment: Segment
     peer: Peer
     mapping: Mapping | None
+
+    def gone(self) -> bool:
+        """The connection has ended, so nobody changes or frees what is mapped for us any more."""
+        try:
+            return not self.peer.transport
+        except MooncakeError:
+            return True
 
 
 class SegmentDirectory:
@@ -42,6 +55,13 @@ class SegmentDirectory:
         self._index: dict[tuple[int, int], int] = {}  # (segment id, incarnation) -> index
         self._known: list[Segment] = []  # by index
         self.table = MappedTable([], [])
+        self._closed = threading.Event()
+        threading.Thread(
+            target=_look_for_gone,
+            args=(weakref.ref(self), self._closed),
+            name="mooncake-segments",
+            daemon=True,
+        ).start()
 
     # --- indices ---
 
@@ -108,7 +128,14 @@ class SegmentDirectory:
                 del self._open[reach.segment.segment_id]
                 self._publish()
 
+    def forget_gone(self) -> None:
+        """Let go of the memory of nodes that are gone."""
+        for reach in list(self._open.values()):
+            if reach.gone():
+                self.forget(reach)
+
     def close(self) -> None:
+        self._closed.set()
         with self._lock:
             reaches, self._open = list(self._open.values()), {}
             self.table = MappedTable([], [])
@@ -117,3 +144,13 @@ class SegmentDirectory:
                 reach.mapping.close()
             with suppress(MooncakeError):  # it is gone already, which is what close wants
                 reach.peer.close()
+
+
+def _look_for_gone(directory: weakref.ref[SegmentDirectory], closed: threading.Event) -> None:
+    """Does not keep a directory alive that was never closed."""
+    while not closed.wait(_LOOK_S):
+        alive = directory()
+        if alive is None:
+            return
+        alive.forget_gone()
+        del alive
