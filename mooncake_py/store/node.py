@@ -1,4 +1,8 @@
-"""`mooncake-node`: settings, start, the lines people read, signals, stop."""
+"""`mooncake-node`: settings, start, the lines people read, signals, stop.
+
+SIGTERM and SIGINT end a start at once, and a running node in order; exit 0. A second one exits at
+once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from dataclasses import fields
 
 import click
@@ -19,6 +22,10 @@ from mooncake_py.errors import MooncakeError, UsageError
 log = logging.getLogger(__name__)
 
 PROCESS = "node"
+
+
+class _Stopped(BaseException):
+    """A signal came before the node was ready."""
 
 
 @click.command()
@@ -52,26 +59,40 @@ def _serve(settings: NodeSettings, origins: list[Origin]) -> None:
     config.silence_grpc_core()
     from mooncake_py.store.node_process import Node  # noqa: PLC0415  (loads gRPC's core)
 
-    stop = threading.Event()
+    received: list[int] = []
+    wake, ring = os.pipe()
+    starting = True
 
     def on_signal(number: int, _: object) -> None:
-        if stop.is_set():
+        """May be interrupted by another signal, so it takes no lock."""
+        received.append(number)
+        if len(received) > 1:
             os._exit(128 + number)
-        stop.set()
+        os.write(ring, b"s")
+        if starting:
+            raise _Stopped
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     chosen = [str(origin) for origin in origins if origin.source != "default"]
     log.info("settings %s", " ".join(chosen) or "all default")
-    node = Node(settings)
-    node.start()
-    if not stop.is_set():
+    node: Node | None = None
+    try:
+        node = Node(settings)
+        node.start()
+        starting = False
+    except _Stopped:
+        log.info("stopped while starting")
+        if node is not None:
+            node.stop()
+        return
+    if not received:
         click.echo(
             f"mooncake-node ready name={node.name} engine={node.address} master={settings.master} "
             f"segment_bytes={node.segment_bytes} transports={settings.transports} "
             f"health={node.health}"
         )
-        stop.wait()
+    os.read(wake, 1)
     log.info("draining")
     node.stop()
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 
 from mooncake_py import errors
 from mooncake_py._native.segment import OwnedSegment
-from mooncake_py.clock import Clock, SystemClock
+from mooncake_py.clock import Clock, Deadline, SystemClock
 from mooncake_py.config import NodeSettings, join_address, split_address
 from mooncake_py.errors import MooncakeError
 from mooncake_py.master.client import MasterClient
@@ -38,6 +38,8 @@ OFF = "off"
 AUTO = "auto"
 _RECEIVE_MS = 500  # how soon an idle pull thread notices that the node is closing
 _MASTER_CALL_MS = 2_000
+_NAME_WAIT_MS = 3_000  # for a name that is taken
+_NAME_AGAIN_S = 0.25
 
 
 class Node:
@@ -107,7 +109,7 @@ class Node:
     def start(self) -> None:
         try:
             self._master.connect(timeout_ms=self._settings.start_ms)
-            self._mount(self._settings.start_ms)
+            self._mount_first()
         except BaseException:
             self.stop()
             raise
@@ -140,6 +142,18 @@ class Node:
         thread.start()
 
     # --- master ---
+
+    def _mount_first(self) -> None:
+        """The name may still be that of a node which died a moment ago: its master gives it away
+        once that one is suspect."""
+        patience = Deadline(_NAME_WAIT_MS, self._clock)
+        while True:
+            try:
+                return self._mount(self._settings.start_ms)
+            except errors.UsageError:
+                if patience.passed():
+                    raise
+            self._closing.wait(_NAME_AGAIN_S)
 
     def _mount(self, timeout_ms: int) -> None:
         before = self._pulls.mounted
