@@ -7,6 +7,7 @@ when somebody asks. `/metrics` answers in Prometheus' text format, `/health` 200
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+
+log = logging.getLogger(__name__)
 
 _REQUEST_SECONDS = 5.0  # a scraper that says nothing is cut off after this
 
@@ -106,6 +109,12 @@ class MetricsServer:
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
+            request_queue_size = 128  # else a few connections that say nothing keep others out
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """A peer that hangs up is no event either."""
+                log.debug("a request for metrics ended early", exc_info=True)
+
             address_family = AF_INET6 if ":" in address[0] else AF_INET
 
         self._server = Server(address, Handler)
