@@ -28,6 +28,7 @@ _MILLISECONDS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SEGMENT_MIN_BYTES = 1 << 20
 PULL_THREADS_MAX = 64
+NODE_NAME_MAX_BYTES = 200  # it is part of the name of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,24 @@ class MasterSettings:
         """UsageError: a value is out of bounds, or two contradict each other."""
         if self.log_level not in LOG_LEVELS:
             raise UsageError(f"log_level is one of {', '.join(LOG_LEVELS)}", got=self.log_level)
+        check_host("advertise", self.advertise)
         if self.leader_lease_ms < 2_000 or self.leader_lease_ms % 1_000:
             raise UsageError(
                 "leader_lease_ms is whole seconds, at least 2", got=self.leader_lease_ms
             )
-        for name in ("queue_calls_max", "urgent_calls_max", "commit_retry_ms", "stop_ms"):
+        if "://" in self.metadata and not self.metadata.startswith(("etcd://", "etcds://")):
+            raise UsageError(
+                "metadata names a kind of store that there is not",
+                remedy="give a path, memory, or etcd://h1,h2,h3",
+                got=self.metadata,
+            )
+        for name in (
+            "queue_calls_max",
+            "urgent_calls_max",
+            "call_ms_max",
+            "commit_retry_ms",
+            "stop_ms",
+        ):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1")
         if self.message_bytes_max > self.queue_bytes_max:
@@ -97,9 +111,14 @@ class NodeSettings:
             raise UsageError(f"pull_threads is 1 to {PULL_THREADS_MAX}", got=self.pull_threads)
         if not set(self.transport_names()) & {"shm", "tcp"}:
             raise UsageError("transports must name shm or tcp", got=self.transports)
+        if len(self.name.encode()) > NODE_NAME_MAX_BYTES or re.search(r"[^\x21-\x7e]", self.name):
+            raise UsageError(f"name has up to {NODE_NAME_MAX_BYTES} printable bytes, no blanks")
+        check_host("advertise", self.advertise)
         for master in self.master.split(","):
             split_address(master.strip())
         split_address(self.listen)
+        if self.health_listen not in ("auto", "off"):
+            split_address(self.health_listen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +163,12 @@ def split_address(address: str) -> tuple[str, int]:
     if re.search(r"[\s/\[\]]", bare):
         raise UsageError(f"{address!r} is no address", remedy="write it as HOST:PORT")
     return bare, int(port)
+
+
+def check_host(name: str, host: str) -> None:
+    """UsageError: `host` is neither empty nor a host that can stand in an address."""
+    if re.search(r"[\s/\[\]]", host):
+        raise UsageError(f"{name}: {host!r} is no host", remedy="a name or a literal, no port")
 
 
 def join_address(host: str, port: int) -> str:

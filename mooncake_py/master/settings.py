@@ -45,6 +45,7 @@ class CatalogSettings:
             raise UsageError(f"eviction is {self.eviction!r}; it must be lru or s3fifo")
         rules = (
             (0 < self.tick_ms <= self.suspect_ms, "tick_ms", "suspect_ms"),
+            (self.heartbeat_ms >= 10, "10", "heartbeat_ms"),
             (2 * self.heartbeat_ms <= self.suspect_ms, "2 * heartbeat_ms", "suspect_ms"),
             (self.suspect_ms < self.dead_ms, "suspect_ms", "dead_ms"),
             (0 < self.lease_ms <= self.lease_max_ms, "lease_ms", "lease_max_ms"),

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_py import config
-from mooncake_py.config import MasterSettings, join_address, resolve, split_address
+from mooncake_py.config import MasterSettings, NodeSettings, join_address, resolve, split_address
 from mooncake_py.errors import UsageError
 from mooncake_py.master.server import load_settings, main
 from mooncake_py.master.settings import CatalogSettings
@@ -90,6 +90,35 @@ def test_a21_settings_that_contradict_each_other_are_refused() -> None:
         load_settings({"heartbeat_ms": "2s", "suspect_ms": "1s"}, {})
     with pytest.raises(UsageError, match="queue_bytes_max"):
         load_settings({"queue_bytes_max": "1M"}, {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("metadata", "http://host"),  # or it would be a folder named "http:"
+        ("advertise", "two words"),
+        ("heartbeat_ms", "0"),  # nodes and master would do nothing else
+        ("call_ms_max", "0"),  # every call would be too late
+    ],
+)
+def test_a21_a_master_refuses_values_it_cannot_live_with(setting: str, value: str) -> None:
+    with pytest.raises(UsageError, match=setting):
+        load_settings({setting: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("advertise", "two words"),
+        ("health_listen", "nowhere"),
+        ("health_listen", "127.0.0.1:99999"),
+        ("name", "n" * 201),
+        ("name", "two words"),
+    ],
+)
+def test_a21_a_node_refuses_values_it_cannot_live_with(setting: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"{setting}|address"):
+        resolve(NodeSettings, "node", {setting: value}, {})
 
 
 def test_typing_mistakes_are_refused() -> None:
