@@ -88,14 +88,14 @@ def _pieces_of_all_kinds(values: Sequence[Any], span: Any) -> Pieces:
     for value in values:
         for part in value if isinstance(value, (list, tuple)) else (value,):
             address, nbytes, owner = span(part)
-            pointers.append(_pointer(address, owner))
+            pointers.append(pointer_to(address, owner))
             sizes.append(nbytes)
         ends.append(len(pointers))
     plain = ends == list(range(1, len(values) + 1))
     return Pieces(pointers, sizes, None if plain else ends)
 
 
-def _pointer(address: int, owner: object) -> Any:
+def pointer_to(address: int, owner: object) -> Any:
     """A pointer that keeps the owner alive."""
     return ffi.gc(ffi.cast("char *", address), lambda _, owner=owner: None)
 

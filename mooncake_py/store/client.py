@@ -20,7 +20,13 @@ from typing import Any, TypeAlias
 
 from mooncake_py import errors
 from mooncake_py.clock import Clock, Deadline, SystemClock
-from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError, error_of
+from mooncake_py.errors import (
+    LeaseExpired,
+    MooncakeError,
+    ObjectNotFound,
+    UsageError,
+    error_of,
+)
 from mooncake_py.master.client import MasterClient
 from mooncake_py.model import (
     KEY_MAX_BYTES,
@@ -36,6 +42,7 @@ from mooncake_py.store.put import BatchWriter, PutJob
 from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
+from mooncake_py.store.views import ObjectView, ViewTaker
 from mooncake_py.transfer import EngineOptions, TransferEngine
 
 PutOutcome: TypeAlias = MooncakeError | None
@@ -103,6 +110,7 @@ class StoreClient:
         self._nodes = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mooncake-client")
         self._directory = SegmentDirectory(self._engine)
         self._reader = BatchReader(self._engine, self._directory, self._master, tenant, self._clock)
+        self._views = ViewTaker(self._directory, self._master, tenant, self._clock)
         self._writer = BatchWriter(
             self._engine, self._directory, self._master, self._nodes, host_id()
         )
@@ -142,7 +150,7 @@ class StoreClient:
         find no space, or whose node is gone, are tried again until the deadline."""
         if len(keys) != len(values):
             raise UsageError("one value a key", keys=len(keys), values=len(values))
-        names = [_key_bytes(key) for key in keys]
+        names = _key_names(keys)
         pieces = source_pieces(values)
         sizes = pieces.totals()
         if not names:
@@ -223,7 +231,7 @@ class StoreClient:
             raise UsageError("one target a key", keys=len(keys), targets=len(into))
         if ranges is not None:
             _check_ranges(keys, ranges)
-        names = [_key_bytes(key) for key in keys]
+        names = _key_names(keys)
         given = None if into is None else GivenTargets(target_pieces(into), len(keys), ranges)
         if not names:
             return []
@@ -266,6 +274,36 @@ class StoreClient:
         }.get(code, "the object could not be read")
         return error_of(code, cause, key=key, nbytes=nbytes)
 
+    def get_view(self, key: str, *, timeout_ms: int | None = None) -> ObjectView:
+        """The object's bytes where they lie, read-only and without a copy, until the view is
+        released: whatever is evicted or removed meanwhile (`store/views.py`). Use it in a `with`.
+        Where the node's memory cannot be mapped it is a private copy.
+
+        Raises what `get` raises, and Backpressure when views hold too much of a node already.
+        """
+        (name,) = _key_names([key])
+        with self._calls:
+            deadline = self._deadline(timeout_ms)
+            rows = self._reader.recall(name)
+            for last in (False, True):
+                if rows is None:
+                    (rows,) = self._reader.locate([name], deadline)
+                if not rows:
+                    raise self._read_error(ObjectNotFound.code, key, 0, None)
+                try:
+                    view = self._views.take(key, name, rows, deadline)
+                except LeaseExpired:
+                    self._reader.cache.forget([name])
+                    rows = None
+                    if last:
+                        raise self._read_error(LeaseExpired.code, key, 0, None) from None
+                    continue
+                if view is not None:
+                    return view
+                break
+        value = self.get(key, timeout_ms=deadline.left_ms())
+        return ObjectView(key, value)
+
     # --- memory ---
 
     def register(self, buffer: Any) -> RegisteredMemory:
@@ -292,7 +330,7 @@ class StoreClient:
         leading objects are leased (as by a get) and their placements remembered, so that reading
         them within the lease asks the master nothing."""
         single = isinstance(keys, str)
-        names = [_key_bytes(key) for key in ([keys] if isinstance(keys, str) else keys)]
+        names = _key_names([keys] if isinstance(keys, str) else keys)
         if not names:
             return 0 if prefix else []
         with self._calls:
@@ -314,7 +352,7 @@ class StoreClient:
         acknowledged removal is durable: the object never comes back."""
         single = isinstance(keys, str)
         texts = [keys] if isinstance(keys, str) else list(keys)
-        names = [_key_bytes(key) for key in texts]
+        names = _key_names(texts)
         if not names:
             return []
         with self._calls:
@@ -352,6 +390,7 @@ class StoreClient:
         """Refuse new calls, let running ones end, release everything. May be called twice."""
         if not self._calls.close(self._timeout_ms):
             return
+        self._views.close()
         self._nodes.shutdown(wait=True, cancel_futures=True)
         self._directory.close()
         self._master.close()
@@ -368,6 +407,17 @@ class StoreClient:
         if chosen <= 0:
             raise UsageError("timeout_ms is a positive number of milliseconds", timeout_ms=chosen)
         return Deadline(chosen, self._clock)
+
+
+def _key_names(keys: Sequence[str]) -> list[bytes]:
+    """UTF-8 of the keys. Raises UsageError for one that is none, before anything else happens."""
+    try:
+        names = list(map(str.encode, keys))
+    except (TypeError, UnicodeEncodeError):
+        return [_key_bytes(key) for key in keys]  # says which one and why
+    if names and not (all(names) and max(map(len, names)) <= KEY_MAX_BYTES):
+        return [_key_bytes(key) for key in keys]
+    return names
 
 
 def _key_bytes(key: str) -> bytes:

@@ -102,13 +102,14 @@ class BatchReader:
 
     # --- where ---
 
-    def find(self, names: Sequence[bytes], deadline: Deadline) -> list[bytes]:
-        """Rows of every key under running leases; empty for a miss. At most one Locate."""
-        call = _Open(names, deadline)
-        self._plan(call)
-        if self._ended(b"".join(call.plans)):
-            self._renew(call)
-        return call.plans
+    def locate(self, names: Sequence[bytes], deadline: Deadline) -> list[bytes]:
+        """Rows of every key under new leases; empty for a miss. One Locate."""
+        return self._ask(names, deadline)
+
+    def recall(self, name: bytes) -> bytes | None:
+        """Rows under a lease that runs, without asking anybody."""
+        (rows,) = self.cache.find([name])
+        return None if rows is None or self._ended(rows) else rows
 
     def leading(self, names: Sequence[bytes], deadline: Deadline) -> int:
         """How many leading keys have objects. Their placements are known afterwards, so reading
@@ -128,10 +129,6 @@ class BatchReader:
             return False
         leases = np.frombuffer(rows, EXTENT)["expires_ms"]
         return int(leases.min()) < self._clock.now_ms()
-
-    def _renew(self, call: _Open) -> None:
-        """Ask again for keys whose leases have ended."""
-        self._question(call, [i for i, plan in enumerate(call.plans) if self._ended(plan)])
 
     def _plan(self, call: _Open) -> None:
         """From the cache; what it does not know, from the master."""

@@ -26,11 +26,12 @@ from mooncake_py.errors import MooncakeError
 from mooncake_py.master.client import MasterClient
 from mooncake_py.master.commands import Heartbeat, Mount, Unmount
 from mooncake_py.store.health import HealthDoor
+from mooncake_py.store.holds import HoldHandler
 from mooncake_py.store.host import host_id
 from mooncake_py.store.master_time import MasterTime
 from mooncake_py.store.pull import Mounted, PullHandler
-from mooncake_py.transfer import EngineOptions, Memory, TransferEngine
-from mooncake_py.wire.node import PULL_KIND, PullReply
+from mooncake_py.transfer import EngineOptions, Memory, Message, TransferEngine
+from mooncake_py.wire.node import HOLD_KIND, PULL_KIND, PullReply
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Node:
         self._region = self._engine.register(self._memory, access="read")
         stack.callback(self._region.close)
         self._pulls = PullHandler(self._engine, self._segment, self._master_time)
+        self._holds = HoldHandler(self._engine, self._segment)
         self._master = MasterClient(settings.master, role="node", clock=self._clock)
         stack.callback(self._master.close)
         self.health = OFF
@@ -186,6 +188,7 @@ class Node:
 
     def _heartbeats(self) -> None:
         while not self._closing.wait(self._heartbeat_ms / 1000):
+            self._holds.sweep()
             try:
                 self._heartbeat()
             except MooncakeError as error:
@@ -223,20 +226,22 @@ class Node:
 
     # --- clients ---
 
+    def _answer(self, message: Message) -> bytes:
+        if message.kind == PULL_KIND:
+            return self._pulls.serve(message).encode()
+        if message.kind == HOLD_KIND:
+            mounted = self._pulls.mounted
+            return self._holds.serve(message, mounted.segment_id if mounted else 0).encode()
+        cause = f"this node knows no message kind {message.kind}"
+        return PullReply(code=errors.VersionMismatch.code, cause=cause).encode()
+
     def _serve_pulls(self) -> None:
         while not self._closing.is_set():
             try:
                 message = self._engine.receive(_RECEIVE_MS)
                 if message is None:
                     continue
-                if message.kind == PULL_KIND:
-                    reply = self._pulls.serve(message)
-                else:
-                    reply = PullReply(
-                        code=errors.VersionMismatch.code,
-                        cause=f"this node knows no message kind {message.kind}",
-                    )
-                self._engine.reply(message, reply.encode())
+                self._engine.reply(message, self._answer(message))
             except errors.TransferError as error:
                 log.info("a reply was not delivered: %s", error)  # that client is gone
             except Exception:

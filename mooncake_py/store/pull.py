@@ -22,7 +22,7 @@ from mooncake_py._native.segment import OwnedSegment
 from mooncake_py.errors import MooncakeError, UsageError
 from mooncake_py.model import EXTENT_HEADER_BYTES
 from mooncake_py.store.master_time import MasterTime
-from mooncake_py.transfer import FLAG_CRC, SLICE, Message, TransferEngine
+from mooncake_py.transfer import FLAG_CRC, SLICE, Message, Peer, TransferEngine
 from mooncake_py.wire.node import PullReply, PullRequest
 from mooncake_py.wire.rows import EXTENT
 
@@ -30,6 +30,7 @@ Rows = npt.NDArray[np.void]  # EXTENT
 Offsets = npt.NDArray[np.uint64]
 Statuses = npt.NDArray[np.int32]
 
+PEERS_MAX = 1_024  # remembered; more than that many clients cost a little more each
 _PULL_MAX_MS = 600_000  # a client's wish; its grant usually ends earlier
 
 
@@ -60,6 +61,7 @@ class PullHandler:
         self._engine = engine
         self._segment = segment
         self._master_time = master_time
+        self._peers: dict[int, Peer] = {}
         self.mounted: Mounted | None = None
         self.draining = False
 
@@ -97,9 +99,12 @@ class PullHandler:
         answer = np.zeros(len(rows), dtype=np.int32)
         self._segment.begin(rows, self._master_time.latest_ms(), answer)
         # Only what was begun here is sealed here: the same grant may be in work in another thread.
-        begun = np.flatnonzero(answer == errors.OK)
-        if len(begun):
-            answer[begun] = self._copy_and_seal(peer_id, request, rows[begun], sources[begun])
+        if not answer.any():
+            answer = self._copy_and_seal(peer_id, request, rows, sources)
+        else:
+            begun = np.flatnonzero(answer == errors.OK)
+            if len(begun):
+                answer[begun] = self._copy_and_seal(peer_id, request, rows[begun], sources[begun])
         return PullReply(status=(-answer).astype(np.uint8).tobytes())
 
     def _copy_and_seal(
@@ -141,9 +146,18 @@ class PullHandler:
         slices["flags"] = FLAG_CRC
         timeout_ms = max(1, min(request.timeout_ms, _PULL_MAX_MS))
         try:
-            self._engine.read(self._engine.peer(peer_id), slices, timeout_ms=timeout_ms)
+            self._engine.read(self._peer(peer_id), slices, timeout_ms=timeout_ms)
         except MooncakeError as error:
             failed = slices["status"]
             # Slices of a batch that never started have no status of their own.
             statuses[:] = failed if failed.any() else -error.code
         crcs[:] = slices["crc"]
+
+    def _peer(self, peer_id: int) -> Peer:
+        """The sender, made once: ids are never re-used. Bounded by forgetting all of them."""
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            if len(self._peers) >= PEERS_MAX:
+                self._peers.clear()
+            peer = self._peers[peer_id] = self._engine.peer(peer_id)
+        return peer

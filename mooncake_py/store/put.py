@@ -134,7 +134,9 @@ class BatchWriter:
         np.cumsum(sizes[:-1], out=offsets[1:])
         total = int(offsets[-1]) + int(sizes[-1])
         if total <= INLINE_BATCH_MAX_BYTES and max(pieces.sizes) <= INLINE_VALUE_MAX_BYTES:
-            return _Sources(offsets, inline=b"".join(map(ffi.buffer, pieces.pointers)))
+            return _Sources(
+                offsets, inline=b"".join(map(ffi.buffer, pieces.pointers, pieces.sizes))
+            )
         addresses = addresses_of(pieces.pointers)
         lengths = sizes if pieces.ends is None else np.array(pieces.sizes, dtype=np.uint64)
         if pieces.ends is None:

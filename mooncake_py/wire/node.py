@@ -10,6 +10,7 @@ from mooncake_py.errors import UsageError
 from mooncake_py.wire.v1 import node_pb2
 
 PULL_KIND: int = node_pb2.NODE_PULL
+HOLD_KIND: int = node_pb2.NODE_HOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +71,49 @@ class PullReply:
         except DecodeError as error:
             raise UsageError(f"the pull reply cannot be parsed: {error}") from None
         return PullReply(m.code, m.cause, m.status)
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRequest:
+    """Hold extents for reading in place, or `release` them. `rows`: EXTENT."""
+
+    segment_id: int
+    rows: bytes
+    release: bool = False
+
+    def encode(self) -> bytes:
+        return node_pb2.HoldRequest(
+            segment_id=self.segment_id, rows=self.rows, release=self.release
+        ).SerializeToString()
+
+    @staticmethod
+    def decode(payload: bytes) -> HoldRequest:
+        """Raises UsageError for bytes that are no HoldRequest."""
+        try:
+            m = node_pb2.HoldRequest.FromString(payload)
+        except DecodeError as error:
+            raise UsageError(f"the hold request cannot be parsed: {error}") from None
+        return HoldRequest(m.segment_id, m.rows, m.release)
+
+
+@dataclass(frozen=True, slots=True)
+class HoldReply:
+    """`code` 0: `status` has one byte a row. Else the request as a whole was refused."""
+
+    code: int = 0
+    cause: str = ""
+    status: bytes = b""
+
+    def encode(self) -> bytes:
+        return node_pb2.HoldReply(
+            code=self.code, cause=self.cause, status=self.status
+        ).SerializeToString()
+
+    @staticmethod
+    def decode(payload: bytes) -> HoldReply:
+        """Raises UsageError for bytes that are no HoldReply."""
+        try:
+            m = node_pb2.HoldReply.FromString(payload)
+        except DecodeError as error:
+            raise UsageError(f"the hold reply cannot be parsed: {error}") from None
+        return HoldReply(m.code, m.cause, m.status)

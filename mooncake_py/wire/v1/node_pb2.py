@@ -12,13 +12,22 @@ _pool.AddSerializedFile(
     b'values\x18\x06 \x01(\x0c\x12\x12\n\ntimeout_'
     b'ms\x18\x07 \x01(\r"8\n\tPullReply\x12\x0c\n'
     b'\x04code\x18\x01 \x01(\r\x12\r\n\x05cause\x18\x02 \x01'
-    b'(\t\x12\x0e\n\x06status\x18\x03 \x01(\x0c**\n\nNo'
-    b'deMethod\x12\r\n\tNODE_NONE\x10\x00\x12'
-    b'\r\n\tNODE_PULL\x10@b\x06proto3'
+    b'(\t\x12\x0e\n\x06status\x18\x03 \x01(\x0c"@\n\x0bHo'
+    b'ldRequest\x12\x12\n\nsegment_id\x18'
+    b'\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\x12\x0f\n\x07r'
+    b'elease\x18\x03 \x01(\x08"8\n\tHoldRepl'
+    b'y\x12\x0c\n\x04code\x18\x01 \x01(\r\x12\r\n\x05cause'
+    b'\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\x0c*9'
+    b'\n\nNodeMethod\x12\r\n\tNODE_NON'
+    b'E\x10\x00\x12\r\n\tNODE_PULL\x10@\x12\r\n\tNO'
+    b'DE_HOLD\x10Ab\x06proto3'
 )
 _file = _pool.FindFileByName("mooncake/v1/node.proto")
 _messages = _file.message_types_by_name
 PullRequest = message_factory.GetMessageClass(_messages["PullRequest"])
 PullReply = message_factory.GetMessageClass(_messages["PullReply"])
+HoldRequest = message_factory.GetMessageClass(_messages["HoldRequest"])
+HoldReply = message_factory.GetMessageClass(_messages["HoldReply"])
 NODE_NONE = 0
 NODE_PULL = 64
+NODE_HOLD = 65

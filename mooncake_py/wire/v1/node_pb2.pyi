@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 
 NODE_NONE: int
 NODE_PULL: int
+NODE_HOLD: int
 
 class PullRequest(Message):
     segment_id: int
@@ -30,6 +31,30 @@ class PullRequest(Message):
     ) -> None: ...
 
 class PullReply(Message):
+    code: int
+    cause: str
+    status: bytes
+    def __init__(
+        self,
+        *,
+        code: int | None = ...,
+        cause: str | None = ...,
+        status: bytes | None = ...,
+    ) -> None: ...
+
+class HoldRequest(Message):
+    segment_id: int
+    rows: bytes
+    release: bool
+    def __init__(
+        self,
+        *,
+        segment_id: int | None = ...,
+        rows: bytes | None = ...,
+        release: bool | None = ...,
+    ) -> None: ...
+
+class HoldReply(Message):
     code: int
     cause: str
     status: bytes
