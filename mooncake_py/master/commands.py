@@ -47,6 +47,7 @@ class PutStart:
     host_id: str = ""  # of the writer
     groups: Sequence[int] = ()  # per key, equal = one fate (groups.py); 0 or empty: none
     random: int = 0  # 64 random bits for placement; the catalog draws none itself
+    upsert: bool = False  # an object under the key is replaced at the commit, readable until then
 
 
 @dataclass(frozen=True, slots=True)

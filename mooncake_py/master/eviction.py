@@ -157,6 +157,13 @@ class Pool(ABC):
         self._table.flags[slot] |= PARKED
         heapq.heappush(self._parked, (until_ms, slot, self._table.generation[slot]))
 
+    def bring_back(self, slot: int) -> None:
+        """It was set aside for a reason that may have gone; nothing happens if it is not parked."""
+        flags = self._table.flags[slot]
+        if flags & PARKED:
+            self._table.flags[slot] = flags & ~PARKED
+            self._return(slot)
+
     def _return_parked(self, now_ms: int) -> None:
         table, heap = self._table, self._parked
         while heap and heap[0][0] <= now_ms:

@@ -36,6 +36,7 @@ class Event(Enum):
     REMOVE = "remove"
     EVICT = "evict"
     TTL_ENDED = "ttl ended"
+    REPLACED = "successor committed"
     DAMAGED = "last replica reported damaged"
     NODE_LOST = "last node lost"
     GROUP_LOST = "another member of its group ended"
@@ -106,6 +107,10 @@ TABLE: tuple[Transition, ...] = (
     Transition(
         _S.COMPLETE, _E.TTL_ENDED, "", _S.RESTING, "readers with a lease go on",
         Promise.LEASE, counter="ttl_ends",
+    ),
+    Transition(
+        _S.COMPLETE, _E.REPLACED, "by an upsert", _S.RESTING, "readers with a lease go on",
+        Promise.LEASE, counter="replacements",
     ),
     Transition(
         _S.COMPLETE, _E.DAMAGED, "a reader named generation and replica", _S.RESTING,

@@ -87,6 +87,7 @@ class Membership:
         self._settings = settings
         self.by_id: dict[int, Segment] = {}
         self.by_index: list[Segment | None] = []
+        self.version = 0
         self.impaired: set[int] = set()
         self.placeable: list[Segment] = []
         self.next_segment_id = 1
@@ -165,6 +166,7 @@ class Membership:
         self.refresh()
 
     def refresh(self) -> None:
+        self.version += 1
         self.impaired = {each.index for each in self.by_id.values() if not each.readable}
         self.placeable = [each for each in self.by_id.values() if each.state == ALIVE]
 

@@ -5,6 +5,9 @@ grant, or the same key earlier in the batch), OUT_OF_SPACE, QUOTA (hard pins) or
 known by its generation; only a put end that names it, in time, makes the object visible. A second
 put end of the same generation is OK, anything else is LEASE_EXPIRED and changes nothing.
 
+With `upsert` a complete object does not stand in the way: it is found until the put end, which
+replaces it in the same step. If the put fails, it simply stays.
+
 Space is made in two ways: beyond the high watermark the oldest objects go before grants are made,
 and when no hole is large enough they go until one is.
 
@@ -157,7 +160,7 @@ class _PutStart:
         state = self.state
         if key in self.tenant.complete:
             slot = state.find_live(self.work, self.tenant, key, self.now_ms)
-            if slot is not None:
+            if slot is not None and not self.command.upsert:
                 self.tenant.pool.renew(slot, self.now_ms)
                 return True
         grant = self.tenant.writing.get(key)
@@ -419,12 +422,20 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
                 state.end_grant(work, grant, Event.ALL_REPLICAS_FAILED, now_ms)
                 status[i] = _EXPIRED
                 continue
+        _replace(state, work, tenant, key, now_ms)
         commit(state, put, index, now_ms)
         committed.append(generation)
     if committed or lost:
         work.records.append(records.encode(records.Commits(now_ms, committed, lost)))
     state.counters["put_ends"] += len(committed)
     return work.done(Statuses(bytes(status)), now_ms)
+
+
+def _replace(state: CatalogState, work: Work, tenant: Tenant, key: bytes, now_ms: int) -> None:
+    """An upsert is about to be committed: what was there ends."""
+    former = tenant.complete.get(key)
+    if former is not None:
+        state.end_object(work, former, Event.REPLACED, now_ms)
 
 
 def commit(state: CatalogState, put: Put, index: int, now_ms: int) -> None:

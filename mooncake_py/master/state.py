@@ -122,6 +122,8 @@ class CatalogState:
         self._put_count = 0
         self._ttls: list[tuple[int, int, int]] = []  # heap: until ms, slot, generation
         self.housekeeping_ms = 0
+        self._aside: dict[int, int] = {}  # slots whose end frees nothing useful, with generation
+        self._aside_version = 0  # of the membership then
         self.evicting = False  # between the watermarks, on the way down
 
     # --- grants ---------------------------------------------------------------------------------
@@ -314,6 +316,8 @@ class CatalogState:
         """Evict until `units` are free again or nothing may go; the units that became free. Only
         objects of `tenant`, if it is given; else those of borrowers over their quota first."""
         freed = 0
+        if self._aside and self._aside_version != self.members.version:
+            self._bring_back()
         while freed < units and count_max > 0:
             slot = self._victim(now_ms) if tenant is None else tenant.pool.victim(now_ms)
             if slot < 0:
@@ -321,6 +325,8 @@ class CatalogState:
             owner = self.tenants.at(self.table.tenant[slot])
             if not self._helps(slot):
                 owner.pool.set_aside(slot, now_ms + _SET_ASIDE_MS)
+                self._aside[slot] = self.table.generation[slot]
+                self._aside_version = self.members.version
                 continue
             if self.table.flags[slot] & GROUP and (until := self.leased_until(slot)) > now_ms:
                 owner.pool.set_aside(slot, until)
@@ -329,6 +335,14 @@ class CatalogState:
             freed += self.end_object(work, slot, Event.EVICT, now_ms)
             count_max -= 1
         return freed
+
+    def _bring_back(self) -> None:
+        """Nodes have come or gone: what did not help may help now."""
+        table = self.table
+        for slot, generation in self._aside.items():
+            if table.generation[slot] == generation and table.key[slot] is not None:
+                self.tenants.at(table.tenant[slot]).pool.bring_back(slot)
+        self._aside.clear()
 
     def _victim(self, now_ms: int) -> int:
         for tenant in self.tenants.borrowers:

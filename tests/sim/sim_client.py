@@ -102,6 +102,7 @@ class Client:
             "",
             [random.choice([1, 2]) for _ in keys] if random.random() < 0.3 else (),
             random.getrandbits(64),
+            random.random() < 0.2,
         )
         answer = yield from self._ask(start)
         if not isinstance(answer, Answer) or not isinstance(answer.reply, Granted):

@@ -205,3 +205,47 @@ def test_tenants_have_their_own_keys(driver: Driver) -> None:
     reply = driver.apply(PutStart("other", [b"k"], [64], bytes(16))).reply
     assert list(reply.status) == [0]  # type: ignore[union-attr]
     check_invariants(driver.catalog)
+
+
+def upsert(driver: Driver, keys: list[bytes], length: int = 4096) -> list[int]:
+    count = len(keys)
+    command = PutStart("t", keys, [length] * count, bytes(16 * count), random=3, upsert=True)
+    granted = driver.apply(command).reply
+    assert not any(granted.status), granted  # type: ignore[union-attr]
+    return list(granted.generations)  # type: ignore[union-attr]
+
+
+def test_f35_c12_the_old_value_is_found_until_the_new_one_is_committed(driver: Driver) -> None:
+    driver.put([b"k"], 100)
+    old = place_rows(driver.locate([b"k"]))
+    generations = upsert(driver, [b"k"], 200)
+    assert place_rows(driver.locate([b"k"])) == old
+    assert list(driver.start([b"k"]).status) == [EXISTS], "one writer at a time"
+    assert driver.end([b"k"], generations) == [0]
+    new = place_rows(driver.locate([b"k"]))
+    assert new[0][3:] == (200, generations[0])
+    assert driver.put([b"next"], 100) == [0]
+    assert place_rows(driver.locate([b"next"]))[0][2] != old[0][2], "its readers hold a lease"
+    check_invariants(driver.catalog)
+
+
+def test_f35_a_failed_replacement_keeps_the_old_value(driver: Driver) -> None:
+    driver.put([b"k"], 100)
+    old = place_rows(driver.locate([b"k"]))
+    generations = upsert(driver, [b"k"], 200)
+    driver.revoke([b"k"], generations)
+    assert place_rows(driver.locate([b"k"])) == old
+    generations = upsert(driver, [b"k"], 200)
+    driver.pass_time(driver.settings.grant_ttl_ms)
+    assert driver.end([b"k"], generations) == [EXPIRED]
+    assert place_rows(driver.locate([b"k"])) == old
+    check_invariants(driver.catalog)
+
+
+def test_an_upsert_of_an_absent_key_is_a_put_and_a_removal_ends_both(driver: Driver) -> None:
+    assert driver.end([b"k"], upsert(driver, [b"k"])) == [0]
+    generations = upsert(driver, [b"k"])
+    assert list(driver.remove([b"k"]).status) == [0]
+    assert driver.end([b"k"], generations) == [EXPIRED]
+    assert driver.exists([b"k"]) == [0]
+    check_invariants(driver.catalog)

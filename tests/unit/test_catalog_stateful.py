@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from catalog_model import Driver, check_invariants, picture
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -320,6 +320,7 @@ EXAMPLES = 60
 TestCatalog = CatalogMachine.TestCase
 TestCatalog.settings = settings(
     max_examples=EXAMPLES, stateful_step_count=50, deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),  # explaining takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )  # fmt: skip
 

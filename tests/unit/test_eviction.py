@@ -8,7 +8,7 @@ import pytest
 from catalog_model import Driver, check_invariants
 
 from mooncake_py.errors import OutOfSpace
-from mooncake_py.master.commands import Locate, PutStart
+from mooncake_py.master.commands import Heartbeat, Locate, PutStart
 from mooncake_py.master.eviction import Links, Lru
 from mooncake_py.master.objects import LONG_LEASE, SOFT_PIN, ObjectTable
 from mooncake_py.master.settings import CatalogSettings
@@ -178,6 +178,18 @@ def test_objects_on_a_suspect_node_do_not_go_for_space_elsewhere() -> None:
     assert not any(code for i in range(100, 300) for code in driver.put(names(i, 1), PAGE))
     driver.beat_all()
     assert driver.exists(first) == [1] * 80
+
+
+def test_objects_of_a_node_that_is_back_go_for_space_at_once() -> None:
+    driver = Driver()
+    a, b = driver.mount("a", SEGMENT), driver.mount("b", 20 * 4096)
+    driver.apply(Heartbeat("b", 1, b, draining=True))
+    assert driver.put(names(0, 90), PAGE) == [0] * 90
+    driver.apply(Heartbeat("b", 1, b))
+    driver.apply(Heartbeat("a", 1, a, draining=True))
+    assert SPACE in driver.put(names(100, 40), PAGE)
+    driver.apply(Heartbeat("a", 1, a))
+    assert driver.put(names(200, 60), PAGE) == [0] * 60
 
 
 def test_the_table_of_objects_is_bounded_and_evicts_at_its_limit() -> None:
