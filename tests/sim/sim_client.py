@@ -113,6 +113,7 @@ class Client:
         if random.random() < 0.1:
             # is stopped, and goes on as if nothing had happened; often just before the expiry
             yield Sleep(random.choice([random.randrange(2_000), random.randrange(500, 610)]))
+        patience_ms = random.choice([_CALL_MS, _CALL_MS, 3])  # gives up while nodes still pull
         failed: list[tuple[int, int]] = []
         for entry, segment_id in enumerate(granted.segment_ids):
             rows = granted.rows[entry]
@@ -124,7 +125,7 @@ class Client:
                 tuple(keys[i] for i in indices),
                 random.choice([1, 1, 5, 20, 100]),  # shorter than the margin
             )
-            statuses = yield Call(answer.nodes[entry], pull, _CALL_MS)
+            statuses = yield Call(answer.nodes[entry], pull, patience_ms)
             if not isinstance(statuses, tuple):
                 statuses = (30,) * len(indices)
             failed += [(i, segment_id) for i, code in zip(indices, statuses, strict=True) if code]

@@ -1,0 +1,65 @@
+"""The simulator notices when a promise is broken on purpose: each rule, taken away, is found out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sim_run import simulate
+
+from mooncake_py.master import catalog, lifecycle, objects
+from mooncake_py.master.commands import Heartbeat, Remove
+from mooncake_py.master.lifecycle import Event, Promise, State
+
+SEEDS = 40
+
+
+def assert_found_out(words: str) -> None:
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed)
+        except (AssertionError, KeyError) as error:
+            assert words in str(error) or isinstance(error, KeyError)
+            return
+    pytest.fail(f"{SEEDS} seeds did not notice")
+
+
+def test_space_of_a_revoked_put_that_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = (State.WRITING, Event.PUT_REVOKE)
+    careless = replace(lifecycle.end(*row), promise=Promise.NONE)
+    monkeypatch.setitem(lifecycle._BY_CAUSE, row, careless)
+    assert_found_out("writes")
+
+
+def test_leases_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects.ObjectTable, "leased_until", lambda self, slot, lease_ms: 0)
+    assert_found_out("was leased and is gone")
+
+
+def test_removals_that_are_acknowledged_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = catalog._VERBS[Remove]
+
+    def hasty(*arguments: Any) -> Any:
+        return replace(remove(*arguments), durable_first=False)
+
+    monkeypatch.setitem(catalog._VERBS, Remove, hasty)
+    assert_found_out("was removed and is read again")
+
+
+def test_generations_without_a_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog.Catalog, "begin_term", lambda self, term: None)
+    assert_found_out("a generation is used again")
+
+
+def test_placing_on_nodes_that_have_not_mounted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat = catalog._VERBS[Heartbeat]
+
+    def trusting(state: Any, command: Heartbeat, now_ms: int) -> Any:
+        segment = state.members.known(command.node, command.incarnation, command.segment_id)
+        if segment is not None:
+            segment.mounted = True
+        return heartbeat(state, command, now_ms)
+
+    monkeypatch.setitem(catalog._VERBS, Heartbeat, trusting)
+    assert_found_out("")
