@@ -108,7 +108,7 @@ class StoreClient:
             self._engine.close()
             raise
         self._nodes = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mooncake-client")
-        self._directory = SegmentDirectory(self._engine)
+        self._directory = SegmentDirectory(self._engine, host_id())
         self._reader = BatchReader(self._engine, self._directory, self._master, tenant, self._clock)
         self._views = ViewTaker(self._directory, self._master, tenant, self._clock)
         self._writer = BatchWriter(

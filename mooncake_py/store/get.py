@@ -8,7 +8,8 @@ Every key carries the rows of its replicas. A round reads the first row of each 
 and judges it by header and checksum. Rows of segments that are not mapped here go through the
 engine, one batch a node, all nodes at once. A row from the cache that does not fit is nobody's
 fault: the key is asked for again. One that the master has just given and that cannot be read is
-broken: it is reported, avoided for a while, and the next replica is tried. A key with none left is
+broken: it is reported, avoided for a while, and the next replica is tried. As long as there is
+another one, a node that does not answer gets a part of the deadline only. A key with none left is
 a miss, or an integrity error when memory contradicted its own checksum. The number of questions in
 one call is bounded, and so is everything by the deadline.
 """
@@ -33,9 +34,13 @@ from mooncake_py.transfer import TransferEngine
 from mooncake_py.wire.rows import EXTENT
 
 QUESTIONS_MAX = 4  # Locates of one call: the first, and after leases that ended meanwhile
+PATIENCE_MS = 500  # with a node while there are other replicas, besides the time for the bytes
+PATIENCE_BYTES_PER_MS = 100_000
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _MISS = errors.ObjectNotFound.code
 _STALE = errors.LeaseExpired.code
 _TOO_SMALL = errors.UsageError.code
+_UNREACHED = (errors.PeerUnreachable.code, errors.TransferTimeout.code)
 
 
 class Targets(Protocol):
@@ -182,12 +187,22 @@ class BatchReader:
             extents = extents[usable]
         count = len(placements.status)
         keys = extents["key_index"]
+        if len(indices) > 1 and len(extents) > count:
+            extents = extents[self._nearest_first(extents, asked_at_ms)]
         if len(extents) == count and (np.diff(keys.astype(np.int64)) == 1).all():
             pieces: list[bytes] = extents.view(f"V{ROW_BYTES}").tolist()
             return pieces
         raw = extents.tobytes()
         ends = (np.searchsorted(keys, np.arange(count), "right") * ROW_BYTES).tolist()
         return [raw[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def _nearest_first(self, extents: np.ndarray, now_ms: int) -> np.ndarray:
+        """The order in which each key's replicas are tried: those of this host, then others, then
+        nodes that failed lately; equals in another order for every object, so that load spreads."""
+        indices = extents["segment_index"]
+        distance = self._directory.distances(now_ms)[indices]
+        shuffled = (extents["generation"] + indices) * _SPREAD
+        return np.lexsort((shuffled, distance, extents["key_index"]))
 
     # --- reading ---
 
@@ -219,7 +234,11 @@ class BatchReader:
         else:
             for i, length in zip(todo, lengths, strict=True):
                 call.result.lengths[i] = length
-        statuses = self._attempt(rows, targets.place(todo, lengths), call.deadline)
+        deadline = call.deadline
+        if sum(map(len, plans)) > len(rows):  # some could be had elsewhere
+            patience_ms = PATIENCE_MS + sum(lengths) // PATIENCE_BYTES_PER_MS
+            deadline = Deadline(min(patience_ms, deadline.left_ms()), self._clock)
+        statuses = self._attempt(rows, targets.place(todo, lengths), deadline)
         if statuses is None:
             for i in todo if call.retried else ():
                 call.result.codes[i] = errors.OK
@@ -268,6 +287,8 @@ class BatchReader:
         generation, index = int(row["generation"]), int(row["segment_index"])
         if code != errors.TransferTimeout.code:
             self.cache.avoid(generation, index, self._clock.now_ms())
+        if code in _UNREACHED:
+            self._directory.failed(index, self._clock.now_ms())
         segment_id = self._directory.segment(index).segment_id
         call.result.broken.append(BrokenPlacement(key, generation, segment_id, code))
 

@@ -21,6 +21,9 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from mooncake_py._native.reading import MappedTable
 from mooncake_py.clock import Deadline
 from mooncake_py.errors import AccessRefused, MooncakeError
@@ -28,6 +31,8 @@ from mooncake_py.master.client import Segment
 from mooncake_py.transfer import Mapping, Peer, TransferEngine
 
 _LOOK_S = 0.5  # between two looks for nodes that are gone
+
+FAILED_MS = 5_000
 
 
 @dataclass(slots=True)
@@ -47,13 +52,15 @@ class Reach:
 
 
 class SegmentDirectory:
-    def __init__(self, engine: TransferEngine) -> None:
+    def __init__(self, engine: TransferEngine, host_id: str) -> None:
         self._engine = engine
+        self._host_id = host_id
         self._lock = threading.Lock()
         self._opening: dict[int, threading.Lock] = {}
         self._open: dict[int, Reach] = {}  # by segment id
         self._index: dict[tuple[int, int], int] = {}  # (segment id, incarnation) -> index
         self._known: list[Segment] = []  # by index
+        self._failed_until: dict[int, int] = {}  # by index
         self.table = MappedTable([], [])
         self._closed = threading.Event()
         threading.Thread(
@@ -78,6 +85,20 @@ class SegmentDirectory:
 
     def segment(self, index: int) -> Segment:
         return self._known[index]
+
+    def failed(self, index: int, now_ms: int) -> None:
+        """A node did not answer: for a while its replicas are tried last."""
+        with self._lock:
+            self._failed_until[index] = now_ms + FAILED_MS
+
+    def distances(self, now_ms: int) -> npt.NDArray[np.int8]:
+        """By index: 0 this host, 1 elsewhere, 2 failed lately."""
+        with self._lock:
+            far = [int(segment.host_id != self._host_id) for segment in self._known]
+            for index, until in self._failed_until.items():
+                if until > now_ms:
+                    far[index] = 2
+        return np.array(far, dtype=np.int8)
 
     # --- ways ---
 

@@ -1,0 +1,81 @@
+"""Several replicas: which is read, and what a client does when nodes fail under it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+from daemons import calls, send, wait_until
+
+from mooncake_py import ReplicaPolicy, StoreClient
+from mooncake_py.errors import MooncakeError, ObjectNotFound
+from mooncake_py.ops.cluster import Cluster, ClusterOptions
+
+MIB = 1 << 20
+TWO = ReplicaPolicy(replica_count=2, strict=True)
+
+
+def two_nodes() -> Cluster:
+    arguments = ["--metrics", "127.0.0.1:0", "--set", "lease_ms=300"]
+    return Cluster(ClusterOptions(segment_bytes=64 * MIB, master_arguments=arguments))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_f14_reads_go_on_when_one_of_two_nodes_fails(transport: str, how: signal.Signals) -> None:
+    keys = [f"f14/{i}" for i in range(64)]
+    values = [bytes([i]) * 30_000 for i in range(64)]
+    with two_nodes() as cluster, StoreClient(cluster.address, transports=(transport,)) as store:
+        assert store.put_batch(keys, values, policy=TWO) == [None] * 64
+        failed, slowest, rounds, done = [], [0.0], [0], threading.Event()
+
+        def read() -> None:
+            while not done.is_set():
+                begin = time.monotonic()
+                got = store.get_batch(keys)
+                slowest[0] = max(slowest[0], time.monotonic() - begin)
+                failed.extend(o for o, value in zip(got, values, strict=True) if o != value)
+                rounds[0] += 1
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        wait_until(lambda: rounds[0] >= 3)
+        send(cluster.nodes[0], how)
+        until = rounds[0] + 20
+        wait_until(lambda: rounds[0] >= until, timeout_ms=30_000)
+        done.set()
+        reader.join(30)
+        if how == signal.SIGSTOP:
+            send(cluster.nodes[0], signal.SIGCONT)
+        assert failed == []
+        assert slowest[0] < 2.0  # the promise is 1 s; the rest is this machine's other work
+
+
+def test_a23_a_hit_that_cannot_be_read_is_a_miss_reported_once() -> None:
+    with two_nodes() as cluster, StoreClient(cluster.address, transports=("tcp",)) as store:
+        keys = [f"a23/{i}" for i in range(40)]
+        store.put_batch(keys, [b"x" * 20_000] * 40)
+        assert store.get_batch(keys) == [b"x" * 20_000] * 40
+        cluster.nodes[0].child.kill()
+        before = calls(cluster, "Report")
+        begin = time.monotonic()
+        for _ in range(10):
+            outcomes = store.get_batch(keys)
+            lost = [o for o in outcomes if isinstance(o, ObjectNotFound)]
+            assert 0 < len(lost) < 40
+            assert all(o == b"x" * 20_000 for o in outcomes if not isinstance(o, MooncakeError))
+            assert not [o for o in outcomes if isinstance(o, MooncakeError) and o not in lost]
+        assert time.monotonic() - begin < 5
+        assert calls(cluster, "Report") - before <= 2
+
+
+def test_a17_two_replicas_lie_on_two_nodes_and_either_serves() -> None:
+    with two_nodes() as cluster, StoreClient(cluster.address) as store:
+        store.put("both", b"b" * 100_000, policy=TWO)
+        (info,) = store.list("both")
+        assert info.replicas == 2
+        cluster.nodes[1].child.kill()
+        with StoreClient(cluster.address) as other:
+            assert other.get("both") == b"b" * 100_000
