@@ -116,7 +116,12 @@ class NodeSettings:
         check_host("advertise", self.advertise)
         for master in self.master.split(","):
             split_address(master.strip())
-        split_address(self.listen)
+        host, _ = split_address(self.listen)
+        if host in ("", "0.0.0.0", "::") and not self.advertise:
+            raise UsageError(
+                f"listen {self.listen} is no address that others could reach this node by",
+                remedy="add --advertise with this machine's host name or address",
+            )
         if self.health_listen not in ("auto", "off"):
             split_address(self.health_listen)
 

@@ -121,6 +121,14 @@ def test_a21_a_node_refuses_values_it_cannot_live_with(setting: str, value: str)
         resolve(NodeSettings, "node", {setting: value}, {})
 
 
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", ":7000"])
+def test_a44_a_node_tells_nobody_to_dial_all_addresses(listen: str) -> None:
+    """A peer on another host that dials 0.0.0.0 reaches itself."""
+    with pytest.raises(UsageError, match="advertise"):
+        resolve(NodeSettings, "node", {"listen": listen}, {})
+    resolve(NodeSettings, "node", {"listen": listen, "advertise": "here"}, {})
+
+
 def test_typing_mistakes_are_refused() -> None:
     with pytest.raises(UsageError, match="leese_ms"):
         load_settings({"leese_ms": "1"}, {})
