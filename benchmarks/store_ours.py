@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.worker import Batch, plain_memory
+from benchmarks.worker import Batch
 from mooncake_py import StoreClient
 
 
@@ -16,7 +16,8 @@ class Ours:
             transports=settings["transports"],
             timeout_ms=30_000,
         )
-        self.memory = plain_memory(nbytes)
+        self._registered = self._store.alloc(nbytes)
+        self.memory = self._registered.view()[:nbytes]
 
     def put(self, batch: Batch) -> None:
         if batch.count == 1:

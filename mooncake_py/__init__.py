@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mooncake_py.model import ReplicaPolicy as ReplicaPolicy
+    from mooncake_py.store.aio import AsyncStoreClient as AsyncStoreClient
     from mooncake_py.store.client import ObjectInfo as ObjectInfo
     from mooncake_py.store.client import StoreClient as StoreClient
     from mooncake_py.transfer import EngineOptions as EngineOptions
     from mooncake_py.transfer import TransferEngine as TransferEngine
 
-__all__ = ["EngineOptions", "ObjectInfo", "ReplicaPolicy", "StoreClient", "TransferEngine"]
+__all__ = [
+    "AsyncStoreClient",
+    "EngineOptions",
+    "ObjectInfo",
+    "ReplicaPolicy",
+    "StoreClient",
+    "TransferEngine",
+]
 
 _HOMES = {
+    "AsyncStoreClient": "mooncake_py.store.aio",
     "EngineOptions": "mooncake_py.transfer",
     "ObjectInfo": "mooncake_py.store.client",
     "ReplicaPolicy": "mooncake_py.model",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 from mooncake_py import errors
 from mooncake_py.clock import Clock, Deadline, SystemClock
@@ -29,18 +29,20 @@ from mooncake_py.errors import (
 )
 from mooncake_py.master.client import MasterClient
 from mooncake_py.model import (
-    KEY_MAX_BYTES,
     OBJECT_MAX_BYTES,
     TENANT_MAX_BYTES,
     ReplicaPolicy,
 )
+from mooncake_py.store.arguments import check_ranges, key_names
 from mooncake_py.store.buffers import source_pieces, target_pieces
 from mooncake_py.store.calls import CallGate
+from mooncake_py.store.explain import Explanation, explain
 from mooncake_py.store.get import BatchReader
 from mooncake_py.store.host import host_id
 from mooncake_py.store.put import BatchWriter, PutJob
 from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.segments import SegmentDirectory
+from mooncake_py.store.session import ReadSession, WriteSession
 from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
 from mooncake_py.store.views import ObjectView, ViewTaker
 from mooncake_py.transfer import EngineOptions, TransferEngine
@@ -150,7 +152,7 @@ class StoreClient:
         find no space, or whose node is gone, are tried again until the deadline."""
         if len(keys) != len(values):
             raise UsageError("one value a key", keys=len(keys), values=len(values))
-        names = _key_names(keys)
+        names = key_names(keys)
         pieces = source_pieces(values)
         sizes = pieces.totals()
         if not names:
@@ -201,6 +203,9 @@ class StoreClient:
         behind them in `into` stays as it was.
 
         into: a writable buffer or CPU tensor, or a list of them, filled one after the other.
+        A new bytes object costs fresh memory every time (a page fault a page: as much as the copy
+        when it is large). Whoever reads large objects often keeps a buffer and passes it, or looks
+        at them in place with `get_view`.
         offset, nbytes: only that part of the object (None: to its end). A part is proven to be of
         the object by its header; only whole objects are compared with their checksum.
 
@@ -227,18 +232,28 @@ class StoreClient:
         """Read many objects, or a range (offset, nbytes or None) of each. One outcome a key, in
         order: bytes (or with `into`, one target a key, the count written), or the error that `get`
         would raise. One master call for all keys whose placements are not known, else none."""
+        return self._read(keys, key_names(keys), into, ranges, self._deadline(timeout_ms))
+
+    def _read(
+        self,
+        keys: Sequence[str],
+        names: Sequence[bytes],
+        into: Sequence[Any] | None,
+        ranges: Sequence[Range] | None,
+        deadline: Deadline,
+        rows: list[bytes] | None = None,
+    ) -> list[GetOutcome]:
+        """rows: the placements to read from and no others; None: the current ones."""
         if into is not None and len(into) != len(keys):
             raise UsageError("one target a key", keys=len(keys), targets=len(into))
         if ranges is not None:
-            _check_ranges(keys, ranges)
-        names = _key_names(keys)
+            check_ranges(keys, ranges)
         given = None if into is None else GivenTargets(target_pieces(into), len(keys), ranges)
         if not names:
             return []
         with self._calls:
-            deadline = self._deadline(timeout_ms)
             new = NewTargets(len(keys), ranges)
-            result = self._reader.read(names, given or new, deadline)
+            result = self._reader.read(names, given or new, deadline, rows)
             if result.broken:
                 self._reader.report(names, result, deadline)
         written = result.lengths
@@ -281,7 +296,7 @@ class StoreClient:
 
         Raises what `get` raises, and Backpressure when views hold too much of a node already.
         """
-        (name,) = _key_names([key])
+        (name,) = key_names([key])
         with self._calls:
             deadline = self._deadline(timeout_ms)
             rows = self._reader.recall(name)
@@ -303,6 +318,43 @@ class StoreClient:
                 break
         value = self.get(key, timeout_ms=deadline.left_ms())
         return ObjectView(key, value)
+
+    # --- sessions and explanations ---
+
+    @overload
+    def session(self, keys: Sequence[str], *, sizes: None = None) -> ReadSession: ...
+
+    @overload
+    def session(self, keys: Sequence[str], *, sizes: Sequence[int]) -> WriteSession: ...
+
+    def session(
+        self, keys: Sequence[str], *, sizes: Sequence[int] | None = None
+    ) -> ReadSession | WriteSession:
+        """Read many objects part by part after one master call; or, with their sizes in bytes,
+        write them part by part and commit once (`store/session.py`). Use it in a `with`.
+
+        Raises MasterUnavailable, and OutOfSpace for a writing session without memory for it.
+        """
+        names = key_names(keys)
+        if sizes is not None:
+            return WriteSession(keys, sizes, self.alloc, self.put_batch)
+
+        def locate() -> list[bytes]:
+            with self._calls:
+                return self._reader.locate(names, self._deadline(None)) if names else []
+
+        def read(rows: list[bytes], into: Any, ranges: Sequence[Range]) -> list[GetOutcome]:
+            return self._read(keys, names, into, ranges, self._deadline(None), rows)
+
+        return ReadSession(keys, locate, read, self._clock.now_ms)
+
+    def explain(self, key: str, *, timeout_ms: int | None = None) -> Explanation:
+        """Where the object is, by which way it is read from here, or why it cannot be; and how long
+        each step of reading it once took. Raises MasterUnavailable."""
+        (name,) = key_names([key])
+        with self._calls:
+            deadline = self._deadline(timeout_ms)
+            return explain(key, name, self._reader, self._directory, deadline)
 
     # --- memory ---
 
@@ -330,7 +382,7 @@ class StoreClient:
         leading objects are leased (as by a get) and their placements remembered, so that reading
         them within the lease asks the master nothing."""
         single = isinstance(keys, str)
-        names = _key_names([keys] if isinstance(keys, str) else keys)
+        names = key_names([keys] if isinstance(keys, str) else keys)
         if not names:
             return 0 if prefix else []
         with self._calls:
@@ -352,7 +404,7 @@ class StoreClient:
         acknowledged removal is durable: the object never comes back."""
         single = isinstance(keys, str)
         texts = [keys] if isinstance(keys, str) else list(keys)
-        names = _key_names(texts)
+        names = key_names(texts)
         if not names:
             return []
         with self._calls:
@@ -407,36 +459,3 @@ class StoreClient:
         if chosen <= 0:
             raise UsageError("timeout_ms is a positive number of milliseconds", timeout_ms=chosen)
         return Deadline(chosen, self._clock)
-
-
-def _key_names(keys: Sequence[str]) -> list[bytes]:
-    """UTF-8 of the keys. Raises UsageError for one that is none, before anything else happens."""
-    try:
-        names = list(map(str.encode, keys))
-    except (TypeError, UnicodeEncodeError):
-        return [_key_bytes(key) for key in keys]  # says which one and why
-    if names and not (all(names) and max(map(len, names)) <= KEY_MAX_BYTES):
-        return [_key_bytes(key) for key in keys]
-    return names
-
-
-def _key_bytes(key: str) -> bytes:
-    if not isinstance(key, str):
-        raise UsageError(f"a key is a str, not {type(key).__name__}", key=key)
-    try:
-        name = key.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"the key is no valid text: {error}", key=key) from None
-    if not 1 <= len(name) <= KEY_MAX_BYTES:
-        raise UsageError(
-            f"a key has 1 to {KEY_MAX_BYTES} bytes of UTF-8", nbytes=len(name), key=key[:64]
-        )
-    return name
-
-
-def _check_ranges(keys: Sequence[str], ranges: Sequence[Range]) -> None:
-    if len(ranges) != len(keys):
-        raise UsageError("one range a key", keys=len(keys), ranges=len(ranges))
-    for start, nbytes in ranges:
-        if not 0 <= start <= OBJECT_MAX_BYTES or not 0 <= (nbytes or 0) <= OBJECT_MAX_BYTES:
-            raise UsageError("a range is (offset, bytes) of an object", range=(start, nbytes))

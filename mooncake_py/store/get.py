@@ -206,10 +206,21 @@ class BatchReader:
 
     # --- reading ---
 
-    def read(self, names: Sequence[bytes], targets: Targets, deadline: Deadline) -> ReadResult:
-        """Fill the targets. Raises nothing for a single key's failure."""
+    def read(
+        self,
+        names: Sequence[bytes],
+        targets: Targets,
+        deadline: Deadline,
+        rows: list[bytes] | None = None,
+    ) -> ReadResult:
+        """Fill the targets. Raises nothing for a single key's failure. rows: read from these
+        placements and ask for no others; empty for a key that is a miss."""
         call = _Open(names, deadline)
-        self._plan(call)
+        if rows is None:
+            self._plan(call)
+        else:
+            call.plans, call.questions = list(rows), QUESTIONS_MAX
+            call.result.codes = [errors.OK if plan else _MISS for plan in rows]
         todo: Sequence[int] = range(len(names))
         if _MISS in call.result.codes:
             todo = [i for i in todo if call.plans[i]]

@@ -9,7 +9,14 @@ import pytest
 import mooncake_py
 from mooncake_py import errors
 
-EXPORTED = {"EngineOptions", "ObjectInfo", "ReplicaPolicy", "StoreClient", "TransferEngine"}
+EXPORTED = {
+    "AsyncStoreClient",
+    "EngineOptions",
+    "ObjectInfo",
+    "ReplicaPolicy",
+    "StoreClient",
+    "TransferEngine",
+}
 
 
 def error_classes() -> list[type[errors.MooncakeError]]:

@@ -133,4 +133,4 @@ def test_public_methods_stay_few() -> None:
                     and not node.name.startswith("_")
                     and not any("property" in ast.unparse(d) for d in node.decorator_list)
                 ]
-                assert len(public) <= METHODS_MAX[cls.name], (name, public)
+                assert len(set(public)) <= METHODS_MAX[cls.name], (name, public)  # overloads once

@@ -1,0 +1,187 @@
+"""`AsyncStoreClient`: the same client for asyncio, and cheaper when many small calls run at once.
+
+Calls that are made in one turn of the event loop become one batch: a thousand concurrent gets cost
+a few batch gets, not a thousand threads. A few worker threads run the batches; the event loop never
+waits. A call that is cancelled stops waiting at once; its batch ends in the background and holds
+the call's buffers until then, because bytes may still be on their way into them: `drained()` waits
+for that. One loop uses one AsyncStoreClient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from mooncake_py.errors import MooncakeError, UsageError
+from mooncake_py.model import ReplicaPolicy
+from mooncake_py.store.client import StoreClient
+from mooncake_py.store.views import ObjectView
+
+WORKERS = 4
+BATCH_MAX_CALLS = 512
+
+_T = TypeVar("_T")
+_Call = tuple[str, Any, "asyncio.Future[Any]"]
+_Runner = Callable[[list[str], list[Any]], Sequence[Any]]
+
+
+class AsyncStoreClient:
+    """Takes the arguments of StoreClient. Opening connects, so it is done in `open`:
+
+    async with await AsyncStoreClient.open("127.0.0.1:50051") as store: ...
+    """
+
+    def __init__(self, store: StoreClient) -> None:
+        self._store = store
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="mooncake-async")
+        self._waiting: dict[object, tuple[_Runner, list[_Call]]] = {}
+        self._batches: set[asyncio.Future[None]] = set()
+
+    @classmethod
+    async def open(cls, master: str, **options: Any) -> AsyncStoreClient:
+        loop = asyncio.get_running_loop()
+        return cls(await loop.run_in_executor(None, partial(StoreClient, master, **options)))
+
+    async def get(
+        self, key: str, into: Any | None = None, *, timeout_ms: int | None = None
+    ) -> bytes | int:
+        if into is None:
+            runner: _Runner = lambda keys, _: self._store.get_batch(keys, timeout_ms=timeout_ms)  # noqa: E731
+        else:
+            runner = partial(self._store.get_batch, timeout_ms=timeout_ms)
+        found: bytes | int = await self._join(("get", into is None, timeout_ms), runner, key, into)
+        return found
+
+    async def put(
+        self,
+        key: str,
+        value: Any,
+        *,
+        policy: ReplicaPolicy = ReplicaPolicy(),
+        timeout_ms: int | None = None,
+    ) -> None:
+        runner = partial(self._store.put_batch, policy=policy, timeout_ms=timeout_ms)
+        await self._join(("put", policy, timeout_ms), runner, key, value)
+
+    async def exists(self, key: str, *, timeout_ms: int | None = None) -> bool:
+        def runner(keys: list[str], _: list[Any]) -> Sequence[Any]:
+            found = self._store.exists(keys, timeout_ms=timeout_ms)
+            return found if isinstance(found, list) else [found]
+
+        found: bool = await self._join(("exists", timeout_ms), runner, key, None)
+        return found
+
+    async def remove(self, key: str, *, force: bool = False, timeout_ms: int | None = None) -> None:
+        """Raises ObjectLeased when a reader or a pin holds it."""
+
+        def runner(keys: list[str], _: list[Any]) -> Sequence[Any]:
+            found = self._store.remove(keys, force=force, timeout_ms=timeout_ms)
+            return found if isinstance(found, list) else [found]
+
+        await self._join(("remove", force, timeout_ms), runner, key, None)
+
+    async def get_batch(
+        self, keys: Sequence[str], into: Sequence[Any] | None = None, **options: Any
+    ) -> list[Any]:
+        return await self._run(partial(self._store.get_batch, keys, into, **options))
+
+    async def put_batch(
+        self, keys: Sequence[str], values: Sequence[Any], **options: Any
+    ) -> list[MooncakeError | None]:
+        return await self._run(partial(self._store.put_batch, keys, values, **options))
+
+    async def get_view(self, key: str, *, timeout_ms: int | None = None) -> ObjectView:
+        return await self._run(partial(self._store.get_view, key, timeout_ms=timeout_ms))
+
+    async def drained(self) -> None:
+        """Every batch that was begun has ended: no byte moves into or out of callers' buffers."""
+        self._flush_all()
+        while self._batches:
+            await asyncio.wait(list(self._batches))
+
+    async def close(self) -> None:
+        await self.drained()
+        await asyncio.get_running_loop().run_in_executor(None, self._store.close)
+        self._workers.shutdown(wait=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # --- batches ---
+
+    async def _run(self, call: Callable[[], _T]) -> _T:
+        """One call of its own, in a worker; cancelling the caller does not interrupt it."""
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._workers, call)
+        self._remember(work)
+        return await asyncio.shield(work)
+
+    async def _join(self, kind: object, runner: _Runner, key: str, extra: Any) -> Any:
+        """Wait for this key's outcome in the next batch of its kind."""
+        if not isinstance(key, str):  # here, so that it cannot fail the calls of others
+            raise UsageError(f"a key is a str, not {type(key).__name__}", key=key)
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Any] = loop.create_future()
+        if kind not in self._waiting:
+            self._waiting[kind] = (runner, [])
+            loop.call_soon(self._flush, kind)
+        calls = self._waiting[kind][1]
+        calls.append((key, extra, outcome))
+        if len(calls) >= BATCH_MAX_CALLS:
+            self._flush(kind)
+        return await outcome
+
+    def _flush_all(self) -> None:
+        for kind in list(self._waiting):
+            self._flush(kind)
+
+    def _flush(self, kind: object) -> None:
+        if kind not in self._waiting:
+            return
+        runner, calls = self._waiting.pop(kind)
+        calls = [call for call in calls if not call[2].done()]  # cancelled before it began
+        if calls:
+            self._remember(asyncio.ensure_future(self._batch(runner, calls)))
+
+    def _remember(self, work: asyncio.Future[Any]) -> None:
+        self._batches.add(work)
+        work.add_done_callback(self._batches.discard)
+
+    async def _batch(self, runner: _Runner, calls: list[_Call]) -> None:
+        loop = asyncio.get_running_loop()
+        keys, extras = [call[0] for call in calls], [call[1] for call in calls]
+        try:
+            outcomes = await loop.run_in_executor(self._workers, runner, keys, extras)
+        except UsageError as error:
+            if len(calls) == 1:
+                _settle(calls[0], error)
+                return
+            for call in calls:  # one of them is wrong; each is tried alone, so it alone fails
+                await self._batch(runner, [call])
+            return
+        except Exception as error:
+            outcomes = [error] * len(calls)
+        for call, outcome in zip(calls, outcomes, strict=True):
+            _settle(call, outcome)
+
+
+def _settle(call: _Call, outcome: Any) -> None:
+    waiting = call[2]
+    if waiting.done():  # cancelled meanwhile
+        return
+    if isinstance(outcome, Exception):
+        waiting.set_exception(outcome)
+    else:
+        waiting.set_result(outcome)

@@ -1,0 +1,102 @@
+"""Where an object is, or why it is not to be had; and where the time of reading it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mooncake_py import errors
+from mooncake_py.clock import Deadline, stopwatch_ns
+from mooncake_py.errors import MooncakeError
+from mooncake_py.store.get import BatchReader
+from mooncake_py.store.placement_cache import ROW_BYTES
+from mooncake_py.store.segments import SegmentDirectory
+from mooncake_py.store.targets import NewTargets
+from mooncake_py.wire.rows import EXTENT
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One replica as this client sees it. `way`: mapped, or the transport's name, or why not."""
+
+    node: str
+    address: str
+    segment_id: int
+    offset: int
+    generation: int
+    way: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `StoreClient.explain` found. `us`: microseconds of each step of one real read, in order;
+    they add up to the wall time of the read. `remembered`: the placement was known here."""
+
+    key: str
+    nbytes: int
+    replicas: Sequence[Replica]
+    remembered: bool
+    outcome: str
+    us: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.key!r}: {self.outcome}, {self.nbytes} bytes"]
+        lines += [f"  {r.node} {r.address} +{r.offset} by {r.way}" for r in self.replicas]
+        lines += [f"  {step:<10}{us:10.1f} us" for step, us in self.us.items()]
+        return "\n".join(lines)
+
+
+class _Steps:
+    def __init__(self) -> None:
+        self._last = stopwatch_ns()
+        self.us: dict[str, float] = {}
+
+    def done(self, step: str) -> None:
+        now = stopwatch_ns()
+        self.us[step] = self.us.get(step, 0.0) + (now - self._last) / 1000
+        self._last = now
+
+
+def explain(
+    key: str, name: bytes, reader: BatchReader, directory: SegmentDirectory, deadline: Deadline
+) -> Explanation:
+    """Read the object once, slowly enough to tell the steps apart. Raises what locating raises."""
+    steps = _Steps()
+    rows = reader.recall(name)
+    steps.done("cache")
+    remembered = rows is not None
+    if rows is None:
+        (rows,) = reader.locate([name], deadline)
+        steps.done("metadata")
+    if not rows:
+        return Explanation(key, 0, (), False, "no replica that can be read", steps.us)
+    table = np.frombuffer(rows, EXTENT)
+    ways = [_way(directory, int(index), deadline) for index in table["segment_index"]]
+    steps.done("reach")
+    target = NewTargets(1, None)
+    lengths = [int(table["length"][0])]
+    target.place([0], lengths)
+    steps.done("allocate")
+    result = reader.read([name], target, deadline)
+    steps.done("read")
+    code = result.codes[0]
+    outcome = "readable" if code == errors.OK else errors.BY_CODE[code].__name__
+    replicas = []
+    for at, way in enumerate(ways):
+        row = np.frombuffer(rows[at * ROW_BYTES : (at + 1) * ROW_BYTES], EXTENT)[0]
+        segment = directory.segment(int(row["segment_index"]))
+        offset, generation = int(row["offset"]), int(row["generation"])
+        place = (segment.node, segment.address, segment.segment_id)
+        replicas.append(Replica(*place, offset, generation, way))
+    steps.done("describe")
+    return Explanation(key, lengths[0], replicas, remembered, outcome, steps.us)
+
+
+def _way(directory: SegmentDirectory, index: int, deadline: Deadline) -> str:
+    try:
+        reach = directory.reach(directory.segment(index), deadline)
+        return "mapped" if reach.mapping is not None else reach.peer.transport
+    except MooncakeError as error:
+        return f"unreachable: {error.cause}"

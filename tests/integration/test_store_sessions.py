@@ -1,0 +1,155 @@
+"""Sessions, the asyncio client, and what explain tells."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from daemons import calls
+
+from mooncake_py import StoreClient
+from mooncake_py.errors import ObjectExists, ObjectNotFound, UsageError
+from mooncake_py.ops.cluster import Cluster, ClusterOptions
+from mooncake_py.store.aio import AsyncStoreClient
+
+MIB = 1 << 20
+VERBS = ("PutStart", "PutEnd", "PutRevoke", "Locate", "Exists", "Remove", "Report")
+LAYERS, LAYER_BYTES, PAGES = 80, 2_000, 16
+
+
+@pytest.fixture(scope="module")
+def counted() -> Iterator[Cluster]:
+    arguments = ["--metrics", "127.0.0.1:0"]
+    with Cluster(ClusterOptions(segment_bytes=64 * MIB, master_arguments=arguments)) as running:
+        yield running
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def store(counted: Cluster, request: pytest.FixtureRequest) -> Iterator[StoreClient]:
+    with StoreClient(counted.address, transports=(request.param,)) as client:
+        yield client
+        for info in client.list():
+            client.remove(info.key, force=True)
+
+
+def spent(cluster: Cluster) -> dict[str, float]:
+    return {verb: calls(cluster, verb) for verb in VERBS}
+
+
+def test_f33_eighty_layers_cost_two_calls_to_write_and_one_to_read(
+    counted: Cluster, store: StoreClient
+) -> None:
+    keys = [f"f33/{i}" for i in range(PAGES)]
+    layers = [
+        [np.random.default_rng([layer, page]).bytes(LAYER_BYTES) for page in range(PAGES)]
+        for layer in range(LAYERS)
+    ]
+    before = spent(counted)
+    with store.session(keys, sizes=[LAYERS * LAYER_BYTES] * PAGES) as writing:
+        for layer, parts in enumerate(layers):
+            writing.write(layer * LAYER_BYTES, parts)
+        assert store.exists(keys[0]) is False
+        assert writing.commit() == [None] * PAGES
+    with store.session(keys) as reading:
+        assert reading.present == [True] * PAGES
+        targets = [bytearray(LAYER_BYTES) for _ in keys]
+        for layer, parts in enumerate(layers):
+            got = reading.read(layer * LAYER_BYTES, LAYER_BYTES, into=targets)
+            assert got == [LAYER_BYTES] * PAGES
+            assert targets == parts
+    after = spent(counted)
+    used = {verb: after[verb] - before[verb] for verb in VERBS if after[verb] != before[verb]}
+    assert used == {"PutStart": 1, "PutEnd": 1, "Locate": 1, "Exists": 1}  # our own question
+
+
+def test_f33_an_abandoned_session_leaves_nothing(store: StoreClient) -> None:
+    with store.session(["gone"], sizes=[100]) as writing:
+        writing.write(0, [b"x" * 100])
+        with pytest.raises(UsageError):
+            writing.write(1, [b"x" * 100])
+        with pytest.raises(UsageError):
+            writing.write(-1, [b"x"])
+    assert store.exists("gone") is False
+    with pytest.raises(UsageError, match="ended"):
+        writing.commit()
+
+
+def test_f33_a_session_never_mixes_two_objects_of_one_key(store: StoreClient) -> None:
+    store.put_batch(["old", "other"], [b"o" * 1000, b"k" * 1000])
+    with store.session(["old", "missing", "other"]) as reading:
+        assert reading.present == [True, False, True]
+        first = reading.read(0, 500)
+        assert first[0] == b"o" * 500
+        assert isinstance(first[1], ObjectNotFound)
+        store.remove("old", force=True)
+        store.put("old", b"n" * 1000)
+        second = reading.read(500, 500)
+        assert second[2] == b"k" * 500
+        assert second[0] == b"o" * 500 or isinstance(second[0], ObjectNotFound)
+
+
+def test_f52_a_thousand_concurrent_gets_on_one_thread(counted: Cluster) -> None:
+    async def work() -> None:
+        async with await AsyncStoreClient.open(counted.address) as store:
+            keys = [f"aio/{i}" for i in range(1000)]
+            await asyncio.gather(*(store.put(key, key.encode()) for key in keys))
+            before = calls(counted, "Locate")
+            got = await asyncio.gather(*(store.get(key) for key in keys))
+            assert got == [key.encode() for key in keys]
+            assert calls(counted, "Locate") - before <= 4
+            targets = [bytearray(10) for _ in range(50)]
+            counts = await asyncio.gather(
+                *(store.get(key, target) for key, target in zip(keys, targets, strict=False))
+            )
+            assert [bytes(t[:n]) for t, n in zip(targets, counts, strict=True)] == got[:50]
+            assert all(await asyncio.gather(*(store.exists(key) for key in keys[:50])))
+            outcomes = await asyncio.gather(
+                store.get("aio/none"), store.put(keys[0], b"again"), store.get(keys[1]),
+                store.put("bad", object()), store.put("good", b"g"), return_exceptions=True,
+            )  # fmt: skip
+            kinds = [type(outcome) for outcome in outcomes]
+            assert kinds == [ObjectNotFound, ObjectExists, bytes, UsageError, type(None)]
+
+    asyncio.run(work())
+
+
+def test_f52_a_cancelled_get_lets_its_buffer_go(counted: Cluster) -> None:
+    async def work() -> None:
+        async with await AsyncStoreClient.open(counted.address) as store:
+            await store.put("big", bytes(20 * MIB))
+            target = bytearray(20 * MIB)
+            held = sys.getrefcount(target)
+            waiting = asyncio.ensure_future(store.get("big", target))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await store.drained()
+            del waiting
+            await asyncio.sleep(0)
+            assert sys.getrefcount(target) == held
+            target.extend(b"resizable again")
+
+    asyncio.run(work())
+
+
+def test_f49_the_steps_of_a_read_add_up(store: StoreClient) -> None:
+    store.put("explained", bytes(MIB))
+    for remembered in (False, True):
+        begin = time.perf_counter_ns()
+        found = store.explain("explained")
+        wall_us = (time.perf_counter_ns() - begin) / 1000
+        assert found.remembered is remembered
+        assert found.outcome == "readable"
+        assert found.nbytes == MIB
+        (replica,) = found.replicas
+        assert replica.node.startswith("node-")
+        assert replica.way in ("mapped", "tcp")
+        assert 0 <= wall_us - sum(found.us.values()) <= 0.05 * wall_us + 200
+        assert "readable" in str(found)
+    assert store.explain("nothing").replicas == ()
