@@ -36,7 +36,10 @@ class CallGate:
                 self._idle.notify_all()
 
     def close(self, timeout_ms: int) -> bool:
-        """Refuse new calls and wait for the running ones. False: it was closed already."""
+        """Refuse new calls and wait for the running ones. False: there is nothing to release, since
+        it was closed already, or belongs to the parent of a fork, whose threads are not here."""
+        if os.getpid() != self._pid:
+            return False  # the lock may be held for ever by a thread that was not copied
         with self._lock:
             if self.closing.is_set():
                 return False
