@@ -1,23 +1,27 @@
-"""Several masters on one etcd, and nodes that know all of them, as processes of a test."""
+"""Several masters on one etcd, nodes that know all of them, and a load: processes of a test."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count as numbers
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from etcd_cluster import EtcdCluster, free_ports
 
+from mooncake_py import StoreClient
 from mooncake_py.clock import Deadline, SystemClock
-from mooncake_py.errors import ClusterError
+from mooncake_py.errors import ClusterError, MooncakeError
 from mooncake_py.ops.child import Child
 
 START_MS = 30_000
+T = 5_000
 CLOCK = SystemClock()
 
 
@@ -32,9 +36,17 @@ def until(condition: Callable[[], Any], timeout_ms: int, what: str) -> None:
 class Masters:
     """`count` masters, by number; `node_count` nodes."""
 
-    def __init__(self, folder: Path, etcd: EtcdCluster, count: int, node_count: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        etcd: EtcdCluster,
+        count: int,
+        node_count: int = 0,
+        options: Sequence[str] = (),
+    ) -> None:
         self._folder = folder
         self._etcd = etcd
+        self._options = options
         self.addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
         self.address = ",".join(self.addresses)
         self._masters: dict[int, Child] = {}
@@ -54,6 +66,7 @@ class Masters:
             self.addresses[number],
             "--metadata",
             self._etcd.address("mooncake"),
+            *self._options,
         ]
         name = f"master-{number}-{self._started}"
         child = Child(name, "mooncake_py.master.server", arguments, self._folder)
@@ -118,3 +131,66 @@ class Masters:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def value_of(key: str) -> bytes:
+    return key.encode() * (4096 // len(key))
+
+
+class Load:
+    """Writers that put keys of their own all the time and remember what was acknowledged."""
+
+    PUT_MS = 1_000
+
+    def __init__(self, address: str, writers: int = 2) -> None:
+        self.acknowledged: list[tuple[int, str]] = []  # when its put began, key
+        self.failures: list[tuple[int, int, MooncakeError]] = []  # when it began and ended, why
+        self._address = address
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._write, args=(f"w{number}",)) for number in range(writers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _write(self, name: str) -> None:
+        with StoreClient(self._address, timeout_ms=T) as client:
+            for number in numbers():
+                if self._stop.wait(0.002):
+                    return
+                key = f"{name}-{number}"
+                began_ms = CLOCK.now_ms()
+                try:
+                    client.put(key, value_of(key), timeout_ms=self.PUT_MS)
+                    self.acknowledged.append((began_ms, key))
+                except MooncakeError as error:
+                    self.failures.append((began_ms, CLOCK.now_ms(), error))
+
+    def wait_for_success_after(self, since_ms: int, timeout_ms: int) -> int:
+        """Milliseconds from then until a put that began later had succeeded."""
+        try:
+            until(
+                lambda: self.acknowledged and self.acknowledged[-1][0] >= since_ms,
+                timeout_ms,
+                "a put that succeeds",
+            )
+        except AssertionError:
+            raise AssertionError(
+                f"no put succeeds; the last failures: {self.failures[-3:]}"
+            ) from None
+        return CLOCK.now_ms() - since_ms
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def check(self, client: StoreClient) -> None:
+        """Everything that was acknowledged is there, byte by byte."""
+        keys = [key for _, key in self.acknowledged]
+        lost = [
+            key
+            for key, value in zip(keys, client.get_batch(keys), strict=True)
+            if value != value_of(key)
+        ]
+        assert lost == [], f"{len(lost)} of {len(keys)} acknowledged objects are lost"

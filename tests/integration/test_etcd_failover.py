@@ -11,16 +11,16 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
 import pytest
 from etcd_cluster import EtcdCluster, needs_etcd
-from masters import CLOCK, Masters, until
+from masters import CLOCK, Load, Masters, T, until, value_of
 
 from mooncake_py import StoreClient
-from mooncake_py.errors import MooncakeError, NotLeader
+from mooncake_py.errors import NotLeader
 from mooncake_py.master.client import MasterClient
 from mooncake_py.model import ReplicaPolicy
 from mooncake_py.wire import answers, lane
@@ -30,69 +30,6 @@ pytestmark = needs_etcd
 KILLS = int(os.environ.get("MOONCAKE_FAILOVER_KILLS", "3"))
 OUTAGE_MS = 1000 * int(os.environ.get("MOONCAKE_OUTAGE_SECONDS", "6"))
 FAILOVER_MS = 2_000
-PUT_MS = 1_000
-T = 5_000
-
-
-def value_of(key: str) -> bytes:
-    return key.encode() * (4096 // len(key))
-
-
-class Load:
-    """Writers that put keys of their own all the time and remember what was acknowledged."""
-
-    def __init__(self, address: str, writers: int = 2) -> None:
-        self.acknowledged: list[tuple[int, str]] = []  # when its put began, key
-        self.failures: list[tuple[int, int, MooncakeError]] = []  # when it began and ended, why
-        self._address = address
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._write, args=(f"w{number}",)) for number in range(writers)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _write(self, name: str) -> None:
-        with StoreClient(self._address, timeout_ms=T) as client:
-            for number in count():
-                if self._stop.wait(0.002):
-                    return
-                key = f"{name}-{number}"
-                began_ms = CLOCK.now_ms()
-                try:
-                    client.put(key, value_of(key), timeout_ms=PUT_MS)
-                    self.acknowledged.append((began_ms, key))
-                except MooncakeError as error:
-                    self.failures.append((began_ms, CLOCK.now_ms(), error))
-
-    def wait_for_success_after(self, since_ms: int, timeout_ms: int) -> int:
-        """Milliseconds from then until a put that began later had succeeded."""
-        try:
-            until(
-                lambda: self.acknowledged and self.acknowledged[-1][0] >= since_ms,
-                timeout_ms,
-                "a put that succeeds",
-            )
-        except AssertionError:
-            raise AssertionError(
-                f"no put succeeds; the last failures: {self.failures[-3:]}"
-            ) from None
-        return CLOCK.now_ms() - since_ms
-
-    def stop(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def check(self, client: StoreClient) -> None:
-        """Everything that was acknowledged is there, byte by byte."""
-        keys = [key for _, key in self.acknowledged]
-        lost = [
-            key
-            for key, value in zip(keys, client.get_batch(keys), strict=True)
-            if value != value_of(key)
-        ]
-        assert lost == [], f"{len(lost)} of {len(keys)} acknowledged objects are lost"
 
 
 @pytest.fixture
@@ -222,7 +159,7 @@ def test_f62_an_outage_of_etcd_stops_writes_and_not_reads(
         during = [f for f in load.failures if away_ms < f[0] < back_ms]
         assert during
         assert all(error.retryable for _, _, error in during)
-        assert max(ended - began for began, ended, _ in during) <= PUT_MS + 500
+        assert max(ended - began for began, ended, _ in during) <= Load.PUT_MS + 500
 
 
 def test_an_idle_leader_writes_nothing(tmp_path: Path, etcd: EtcdCluster) -> None:
