@@ -86,6 +86,8 @@ class Master:
         self.metrics = self._open_metrics(stack)
         door.serve(self.healthy)
         stack.callback(door.stop, settings.stop_ms)
+        if shared and self._ruler is not None:  # before the door: callers are told who leads next
+            stack.callback(self._ruler.close)
 
     def _reign(self, stack: ExitStack) -> None:
         setup = self._setup

@@ -40,6 +40,8 @@ from mooncake_py.wire.status import refusal
 log = logging.getLogger(__name__)
 
 WATCH_MS = 100  # between two looks at whether the leader's process is gone
+MARK_BYTES = 1 << 20
+MARKS_MAX = 1_000  # a log that is longer counts as this long
 RETRY_MS = 500  # after etcd failed
 PROBE_MS = 200  # between two attempts to connect to the leader
 START_MS = 5_000  # for etcd to answer when this process starts
@@ -53,7 +55,8 @@ class Follower:
         self._store = store
         self.shadow = shadow
         self.sequence = 0
-        self.nbytes = 0  # of records above the snapshot
+        self._nbytes = 0  # of all records that were followed
+        self._marks: list[tuple[int, int]] = [(0, 0)]  # sequence, bytes up to it; now and then
         self.leader: Leader | None = None
         self._unfinished: dict[int, dict[int, bytes]] = {}
         self._watch: Watch | None = None
@@ -115,7 +118,15 @@ class Follower:
     def _apply(self, entry: Entry) -> None:
         self.shadow.feed(entry.records)
         self.sequence = entry.last
-        self.nbytes += sum(map(len, entry.records))
+        self._nbytes += sum(map(len, entry.records))
+        if self._nbytes - self._marks[-1][1] >= MARK_BYTES:
+            self._marks = [*self._marks[-MARKS_MAX:], (self.sequence, self._nbytes)]
+
+    def log_nbytes(self) -> int:
+        """About how much the log holds above the newest snapshot."""
+        base = max(self._store.log.snapshots(), default=0)
+        covered = [nbytes for sequence, nbytes in self._marks if sequence <= base]
+        return self._nbytes - (covered[-1] if covered else self._marks[0][1])
 
 
 class Probe:
@@ -331,7 +342,7 @@ class Contender:
                 session.term,
                 store,
                 follower.sequence,
-                follower.nbytes,
+                follower.log_nbytes(),
                 self._gate_of(session),
                 durable_puts=True,
             )
