@@ -303,7 +303,9 @@ class Contender:
             gone = leader is not None and leader.address and self._probe.gone()
             if leader is None or gone:
                 if gone:
-                    log.warning("the leader's process at %s is gone", self._leader)
+                    log.warning(
+                        "the leader's process at %s is gone", leader.address if leader else ""
+                    )
                 won = self._campaign.run(leader, 2 * CALL_MS)
                 if isinstance(won, Session):
                     if gone:

@@ -227,3 +227,23 @@ def test_a28_f28_a_lost_etcd_member_costs_masters_seconds_and_no_object(
         assert gap_ms < 8_000, masters.said()
         with StoreClient(masters.address) as client:
             load.check(client)
+
+
+def test_f11_a25_all_masters_killed_and_started_again_know_everything(
+    tmp_path: Path, etcd: EtcdCluster
+) -> None:
+    with Masters(tmp_path, etcd, 2, node_count=2) as masters:
+        load = Load(masters.address)
+        try:
+            load.wait_for_success_after(CLOCK.now_ms(), 10_000)
+            for number in (0, 1):
+                masters.kill(number)
+            started_ms = CLOCK.now_ms()
+            for number in (0, 1):
+                masters.start(number)
+            took_ms = load.wait_for_success_after(started_ms, 20_000)
+        finally:
+            load.stop()
+        with StoreClient(masters.address) as client:
+            load.check(client)
+        print(f"first successful put after all masters were started again: {took_ms} ms")
