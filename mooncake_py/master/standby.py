@@ -136,7 +136,6 @@ class Probe:
         self._suspicion = suspicion
         self._now_ms = now_ms
         self._address = ""
-        self._wanted = threading.Event()
         self._gone = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mooncake-probe", daemon=True)
@@ -147,8 +146,6 @@ class Probe:
         if address != self._address:
             self._address = address
             self._gone.clear()
-        if address:
-            self._wanted.set()
 
     def presume_gone(self, address: str) -> None:
         """The address is our own now, so whoever led under it has ended."""
@@ -164,15 +161,13 @@ class Probe:
 
     def close(self) -> None:
         self._stop.set()
-        self._wanted.set()
         self._thread.join(1)
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._wanted.wait()
             address = self._address
             if not address:
-                self._wanted.clear()
+                self._stop.wait(PROBE_MS / 1000)
                 continue
             try:
                 with socket.create_connection(split_address(address), 1.0) as connection:

@@ -55,7 +55,7 @@ class Masters:
         self._started = 0
         for number in range(count):
             self.start(number)
-        until(lambda: self.leader() is not None, START_MS, "a leader")
+        until(self.warm, START_MS, "a leader and followers")
         for _ in range(node_count):
             self._start_node()
 
@@ -97,6 +97,10 @@ class Masters:
         """The one that leads; None while there is none or it is not clear."""
         leading = [number for number, role in self.roles().items() if role == "leads"]
         return leading[0] if len(leading) == 1 else None
+
+    def warm(self) -> bool:
+        """One leads, and all others have read the log and follow it."""
+        return sorted(self.roles().values()) == ["follows"] * (len(self.roles()) - 1) + ["leads"]
 
     def kill(self, number: int) -> None:
         self._masters.pop(number).kill()

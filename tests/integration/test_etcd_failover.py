@@ -54,7 +54,7 @@ def test_f12_a26_killed_leaders_cost_two_seconds_and_no_object(
                 masters.kill(leader)
                 took.append(load.wait_for_success_after(killed_ms, 20_000))
                 masters.start(leader)
-                until(lambda: masters.leader() is not None, T, "a leader")
+                until(masters.warm, 3 * T, "the new one follows")
         finally:
             load.stop()
         with StoreClient(masters.address) as client:

@@ -55,6 +55,7 @@ def picture(state: CatalogState, now_ms: int) -> dict[str, Any]:
                 pin if pin > now_ms else 0,
                 table.ttls[slot] if flags & TTL else 0,
                 table.leased_until(slot, state.settings.lease_ms),
+                table.groups.get(slot, 0),
             )
     return {
         "objects": objects,
@@ -77,6 +78,10 @@ def picture(state: CatalogState, now_ms: int) -> dict[str, Any]:
             t.name: (t.used_bytes, t.quota) for t in state.tenants if t.key_count or t.quota
         },
         "pinned": state.hard_pinned_units,
+        "groups": {
+            name: (sorted(group.open), sorted(table.key[slot] or b"" for slot in group.slots))
+            for name, group in state.groups._groups.items()
+        },
         "open": state.open_grants,
         "marks": (state.next_generation, members.next_segment_id),
     }  # fmt: skip
@@ -119,7 +124,13 @@ class Driver:
         lengths = [self.random.randrange(6_000) for _ in keys]
         digests = bytes(16 * len(keys))
         seed = self.random.getrandbits(64)
-        reply = self.do(PutStart(tenant, keys, lengths, digests, policy, random=seed))
+        groups = self.random.choice([(), [1] * len(keys), [*range(len(keys))]])
+        upsert = self.random.random() < 0.3
+        reply = self.do(
+            PutStart(
+                tenant, keys, lengths, digests, policy, groups=groups, random=seed, upsert=upsert
+            )
+        )
         for key, generation in zip(keys, reply.generations, strict=True):
             if generation:
                 self.running.append((tenant, key, generation))
