@@ -109,8 +109,9 @@ class NodeSettings:
             )
         if not 1 <= self.pull_threads <= PULL_THREADS_MAX:
             raise UsageError(f"pull_threads is 1 to {PULL_THREADS_MAX}", got=self.pull_threads)
-        if not set(self.transport_names()) & {"shm", "tcp"}:
-            raise UsageError("transports must name shm or tcp", got=self.transports)
+        names = set(self.transport_names())
+        if not names & {"shm", "tcp"} or names - {"local", "shm", "tcp"}:
+            raise UsageError("transports are of local, shm and tcp", got=self.transports)
         if len(self.name.encode()) > NODE_NAME_MAX_BYTES or re.search(r"[^\x21-\x7e]", self.name):
             raise UsageError(f"name has up to {NODE_NAME_MAX_BYTES} printable bytes, no blanks")
         check_host("advertise", self.advertise)

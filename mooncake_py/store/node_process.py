@@ -67,13 +67,18 @@ class Node:
     def _open(self, stack: ExitStack) -> None:
         """Take memory and ports, in this order; on failure everything is given back."""
         settings = self._settings
-        self._engine = TransferEngine(
-            EngineOptions(
-                listen=settings.listen,
-                advertise=settings.advertise,
-                transports=settings.transport_names(),
-            )
+        options = EngineOptions(
+            listen=settings.listen,
+            advertise=settings.advertise,
+            transports=settings.transport_names(),
         )
+        try:
+            self._engine = TransferEngine(options)
+        except errors.UsageError as error:
+            raise errors.UsageError(
+                f"--listen {settings.listen}: {error.cause}",
+                remedy="choose another --listen, or stop the process that has it",
+            ) from None
         stack.callback(self._engine.close)
         port = self._engine.address.rpartition(":")[2]
         self.name = settings.name or f"{socket.gethostname()}:{port}"

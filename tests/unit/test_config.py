@@ -112,6 +112,8 @@ def test_a21_a_master_refuses_values_it_cannot_live_with(setting: str, value: st
         ("advertise", "two words"),
         ("health_listen", "nowhere"),
         ("health_listen", "127.0.0.1:99999"),
+        ("transports", "tcp,bogus"),
+        ("transports", "local"),
         ("name", "n" * 201),
         ("name", "two words"),
     ],
