@@ -11,8 +11,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from mooncake_py._native import ffi, lib
-from mooncake_py._native.check import check, failure
+from mooncake_py._native.check import check, failure, last_error
 from mooncake_py._native.handle import Handle
+from mooncake_py.errors import OutOfSpace
 from mooncake_py.transfer.batch import Batch
 from mooncake_py.transfer.memory import Memory
 from mooncake_py.transfer.messages import Message
@@ -35,7 +36,13 @@ class TransferEngine(Handle):
         self.options = options or EngineOptions()
         native, keep = native_options(self.options)
         out = ffi.new("mc_engine **")
-        check(lib.mc_engine_open(native, out), "open engine", listen=self.options.listen)
+        status = lib.mc_engine_open(native, out)
+        if status == lib.MC_E_OUT_OF_SPACE:  # not of the store, but of this process
+            raise OutOfSpace(
+                f"open engine: {last_error()}",
+                remedy="raise the limit of open files (ulimit -n), or close what is not needed",
+            )
+        check(status, "open engine", listen=self.options.listen)
         del keep
         self.native: Any = ffi.gc(out[0], lib.mc_engine_close)
         self._end_with(lib.mc_engine_shutdown, self.native)

@@ -127,3 +127,33 @@ def test_a38_daemons_with_few_descriptors_survive_many_connections() -> None:
                 with StoreClient(cluster.address) as another:
                     assert another.get("key") == bytes(100_000), name
         assert cluster.casualties() == []
+
+
+def test_c07_a_process_without_descriptors_says_which_limit_to_raise() -> None:
+    """A client that cannot be opened names the limit, and one that is open goes on."""
+    code = """
+import os, resource, sys
+from mooncake_py import StoreClient
+from mooncake_py.errors import OutOfSpace
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+with StoreClient(sys.argv[1]) as store:
+    store.put("key", bytes(100_000))
+    held = []
+    try:
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    assert store.get("key") == bytes(100_000)
+    try:
+        StoreClient(sys.argv[1])
+    except OutOfSpace as error:
+        print(error)
+    for descriptor in held:
+        os.close(descriptor)
+"""
+    with Cluster(OPTIONS) as cluster:
+        command = [sys.executable, "-c", code, cluster.address]
+        done = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ulimit -n" in done.stdout
