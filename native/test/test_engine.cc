@@ -107,6 +107,7 @@ void check_all_at_once(uint32_t transports, uint32_t loss_ppm, uint32_t cut_ppm)
   std::vector<uint8_t> source = numbers(4 * kMiB, 5), sink(4 * kMiB);
   const uint32_t readable = offer(there, source, MC_ACCESS_REMOTE_READ);
   const uint32_t writable = offer(there, sink, MC_ACCESS_REMOTE_READ | MC_ACCESS_REMOTE_WRITE);
+  const std::string address = address_of(there);  // nobody answers once it is shut
   const uint32_t patience_ms = loss_ppm > 0 || cut_ppm > 0 ? 200 : kMs;
   std::atomic<bool> ending{false};
   std::atomic<uint64_t> good{0};
@@ -114,7 +115,7 @@ void check_all_at_once(uint32_t transports, uint32_t loss_ppm, uint32_t cut_ppm)
     std::vector<uint8_t> target(2 * kMiB);
     for (uint64_t i = 0; !ending; ++i) {
       uint64_t peer = 0;
-      if (mc_peer_open(here, address_of(there).c_str(), kMs, &peer) != MC_OK) continue;
+      if (mc_peer_open(here, address.c_str(), kMs, &peer) != MC_OK) continue;
       const uint64_t n = 1 + mc::seeded(number, i) % (2 * kMiB - 1);
       const uint64_t offset = mc::seeded(number, ~i) % (2 * kMiB);
       mc_slice slices[2] = {slice(MC_OP_READ, readable, offset, target.data(), n),
@@ -155,7 +156,7 @@ void check_all_at_once(uint32_t transports, uint32_t loss_ppm, uint32_t cut_ppm)
       const uint32_t region = offer(there, passing, MC_ACCESS_REMOTE_READ);
       mc_slice one = slice(MC_OP_READ, region, 0, target.data(), target.size());
       uint64_t peer = 0;
-      if (mc_peer_open(here, address_of(there).c_str(), kMs, &peer) == MC_OK) {
+      if (mc_peer_open(here, address.c_str(), kMs, &peer) == MC_OK) {
         mc_batch* batch = nullptr;
         if (mc_batch_submit(here, peer, &one, 1, kMs, &batch) == MC_OK) {
           CHECK_EQ(mc_region_deregister(there, region, kMs), MC_OK);
