@@ -184,13 +184,13 @@ class LaneDoor:
     def __init__(
         self, engine: TransferEngine, call_ms_max: int, clock: Clock, traffic: Traffic
     ) -> None:
-        self._engine = engine
+        self._inbox = engine.inbox
         self._call_ms_max = call_ms_max
         self._clock = clock
         self._traffic = traffic
 
     def receive(self, timeout_ms: int) -> Call | None:
-        message = self._engine.receive(timeout_ms)
+        message = self._inbox.receive(timeout_ms)
         if message is None:
             return None
         method = BY_NUMBER.get(message.kind)
@@ -202,11 +202,11 @@ class LaneDoor:
         return Call(method, message.payload, partial(self._reply, message), expires_ms, LANE)
 
     def wake(self) -> None:
-        self._engine.wake()
+        self._inbox.wake()
 
     def _reply(self, message: Message, payload: bytes) -> None:
         try:
-            self._engine.reply(message, payload)
+            message.reply(payload)
             self._traffic.sent.value += len(payload)
         except MooncakeError as error:
             log.debug("an answer found no taker: %s", error)

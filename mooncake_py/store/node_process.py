@@ -82,7 +82,9 @@ class Node:
         stack.callback(self._engine.close)
         port = self._engine.address.rpartition(":")[2]
         self.name = settings.name or f"{socket.gethostname()}:{port}"
-        self._memory = Memory(settings.segment_bytes, name=f"mooncake-{self.name}")
+        self._memory = Memory(
+            settings.segment_bytes, name=f"mooncake-{self.name}", sole_writer=True
+        )
         stack.callback(self._memory.close)
         self._segment = OwnedSegment(self._memory.base, self._memory.nbytes)
         stack.callback(self._segment.close)
@@ -243,10 +245,10 @@ class Node:
     def _serve_pulls(self) -> None:
         while not self._closing.is_set():
             try:
-                message = self._engine.receive(_RECEIVE_MS)
+                message = self._engine.inbox.receive(_RECEIVE_MS)
                 if message is None:
                     continue
-                self._engine.reply(message, self._answer(message))
+                message.reply(self._answer(message))
             except errors.TransferError as error:
                 log.info("a reply was not delivered: %s", error)  # that client is gone
             except Exception:

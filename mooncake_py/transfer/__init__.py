@@ -7,9 +7,10 @@ engine.read(peer, slices, timeout_ms=1000)       # slices: numpy array of SLICE
 """
 
 from mooncake_py.transfer.batch import Batch
+from mooncake_py.transfer.directory import Directory, StaticDirectory
 from mooncake_py.transfer.engine import TransferEngine
 from mooncake_py.transfer.memory import Mapping, Memory
-from mooncake_py.transfer.messages import Message
+from mooncake_py.transfer.messages import Inbox, Message
 from mooncake_py.transfer.options import EngineOptions, Faults
 from mooncake_py.transfer.peer import Peer
 from mooncake_py.transfer.region import Region
@@ -20,13 +21,16 @@ __all__ = [
     "FLAG_FENCE",
     "SLICE",
     "Batch",
+    "Directory",
     "EngineOptions",
     "Faults",
+    "Inbox",
     "Mapping",
     "Memory",
     "Message",
     "Peer",
     "Region",
+    "StaticDirectory",
     "TransferEngine",
     "make_slices",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from mooncake_py._native import ffi, lib
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
 
 def _cancel(native: Any, _rows: Any) -> None:
     lib.mc_batch_cancel(native)
+
+
+def _settle(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
 
 
 class Batch(Handle):
@@ -44,6 +51,23 @@ class Batch(Handle):
     def fileno(self) -> int:
         """An eventfd that becomes readable once the batch is done, for select and asyncio."""
         return check(lib.mc_batch_fd(self._native), "batch")
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """`await batch`: as `wait`, on an asyncio loop. Awaiting may be cancelled or timed out;
+        the batch goes on until its own deadline, or until it is cancelled or closed."""
+        return self._completion().__await__()
+
+    async def _completion(self) -> None:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            ready: asyncio.Future[None] = loop.create_future()
+            descriptor = self.fileno()
+            loop.add_reader(descriptor, _settle, ready)
+            try:
+                await ready
+            finally:
+                loop.remove_reader(descriptor)
+        self.wait(0)
 
     def _end(self) -> None:
         self._finalizer()

@@ -8,30 +8,34 @@ raises UsageError in the child.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mooncake_py._native import ffi, lib
 from mooncake_py._native.check import check, failure, last_error
 from mooncake_py._native.handle import Handle
-from mooncake_py.errors import OutOfSpace
+from mooncake_py.errors import OutOfSpace, UsageError
 from mooncake_py.transfer.batch import Batch
-from mooncake_py.transfer.memory import Memory
-from mooncake_py.transfer.messages import Message
+from mooncake_py.transfer.directory import Directory, resolve
+from mooncake_py.transfer.messages import Inbox, Message
 from mooncake_py.transfer.options import EngineOptions, native_options
 from mooncake_py.transfer.peer import Peer
 from mooncake_py.transfer.region import Region
 from mooncake_py.transfer.slices import OP_READ, OP_WRITE, Slices, slice_array
 
 if TYPE_CHECKING:
-    from mooncake_py._native.memory import Buffer
+    from mooncake_py.transfer.region import Registrable
 
 ADDRESS_BYTES = 512
 
 
 class TransferEngine(Handle):
-    """Opens with `options`. Raises UsageError when it cannot listen where it should."""
+    """Opens with `options`; `directory` knows peers by name. Raises UsageError when it cannot
+    listen where it should. `inbox` has the messages that no handler takes."""
 
-    def __init__(self, options: EngineOptions | None = None) -> None:
+    def __init__(
+        self, options: EngineOptions | None = None, directory: Directory | None = None
+    ) -> None:
         super().__init__(None)
         self.options = options or EngineOptions()
         native, keep = native_options(self.options)
@@ -47,6 +51,8 @@ class TransferEngine(Handle):
         self.native: Any = ffi.gc(out[0], lib.mc_engine_close)
         self._end_with(lib.mc_engine_shutdown, self.native)
         self._registered: set[Region] = set()  # memory stays registered until told otherwise
+        self._directory = directory
+        self.inbox = Inbox(self)
 
     @property
     def address(self) -> str:
@@ -55,17 +61,18 @@ class TransferEngine(Handle):
         check(lib.mc_engine_address(self.native, text, ADDRESS_BYTES), "address")
         return bytes(ffi.string(text)).decode()
 
-    def register(
-        self, buffer: Memory | Buffer | list[Memory | Buffer], *, access: str = "read"
-    ) -> Region:
+    def register(self, buffer: Registrable | list[Registrable], *, access: str = "read") -> Region:
         """Offer memory to peers; `access` is "read" or "read_write".
+
+        A buffer is held until the region is closed. A raw (address, bytes) pair is the caller's:
+        it must stay mapped that long. If it does not, slices of it fail with AccessRefused.
 
         It stays registered until the region or the engine is closed, also when nobody holds the
         region. A list makes one region, its pieces one after the other. Raises UsageError for
-        memory that is read-only, not contiguous, empty, or overlaps another region when one of
-        them is writable.
+        memory that is read-only, not contiguous, empty, or overlaps another region. Only lists
+        that are all for reading, values to be fetched from wherever they lie, may overlap.
         """
-        region = Region(self, buffer if isinstance(buffer, list) else [buffer], access)
+        region = Region(self, buffer, access)
         self._registered.add(region)
         return region
 
@@ -74,15 +81,16 @@ class TransferEngine(Handle):
         self._registered.discard(region)
 
     def open(self, address: str, *, timeout_ms: int) -> Peer:
-        """Connect, or find the live connection, to the engine at "host:port".
+        """Connect, or find the live connection, to the engine at "host:port", or of that name.
 
         Raises PeerUnreachable, TransferTimeout, VersionMismatch, UsageError (a bad address).
         """
+        name, address = address, resolve(address, self._directory)
         out = ffi.new("uint64_t *")
         status = lib.mc_peer_open(self.native, address.encode(), timeout_ms, out)
         if status != 0:
-            raise failure(status, "open", peer=address)
-        return Peer(self, int(out[0]), address, opened=True)
+            raise failure(status, "open", peer=name)
+        return Peer(self, int(out[0]), name, opened=True)
 
     def peer(self, peer_id: int) -> Peer:
         """The sender of a received message. Closing it does not cut the connection."""
@@ -115,32 +123,16 @@ class TransferEngine(Handle):
         check(status, "submit", peer=peer.address, slices=len(slices))
         return Batch(self, out[0], slices, rows)
 
-    def receive(self, timeout_ms: int) -> Message | None:
-        """The next received message, oldest first; None: none came, woken, or closed."""
-        out = ffi.new("mc_message *")
-        status = lib.mc_message_receive(self.native, timeout_ms, out)
-        if status in (lib.MC_E_TIMEOUT, lib.MC_E_CANCELLED):
-            return None
-        check(status, "receive")
-        try:
-            payload = bytes(ffi.buffer(out.data, out.nbytes))
-            return Message(out.peer, out.kind, out.correlation, payload)
-        finally:
-            lib.mc_message_free(out)
+    def on_message(self, handler: Callable[[Message], object], *, threads: int = 1) -> None:
+        """Call `handler` with each received message, in `threads` threads until the engine closes.
 
-    def wake(self) -> None:
-        """Make one `receive`, waiting or next, return None."""
-        lib.mc_engine_wake(self.native)
-
-    def reply(self, message: Message, payload: Buffer) -> None:
-        """Answer a request. Never waits: Backpressure when its sender does not read.
-
-        Raises UsageError when nobody waits for a reply, PeerUnreachable when the sender is gone.
+        With one thread messages are handled in the order of their arrival, and a message that was
+        sent after a batch had completed finds that batch's data in place. An exception is logged
+        and the next message handled. `inbox.receive` is the other way to get them.
         """
-        request = ffi.new("mc_message *")
-        request.peer, request.correlation = message.peer_id, message.correlation
-        data = ffi.from_buffer(payload)
-        check(lib.mc_message_reply(self.native, request, data, len(data)), "reply")
+        if not 1 <= threads <= 256:
+            raise UsageError("threads is from 1 to 256", got=threads)
+        self.inbox._serve(handler, threads)
 
     def describe(self) -> dict[str, Any]:
         """Address, peers with transport and reason, regions, queues, counters."""
@@ -156,3 +148,4 @@ class TransferEngine(Handle):
 
     def _end(self) -> None:
         self._finalizer()
+        self.inbox._join()

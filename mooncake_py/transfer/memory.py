@@ -53,11 +53,12 @@ class Memory(_Mapped):
     """A populated memfd of at least `nbytes` (rounded up to pages), mapped here for writing.
 
     Registered as a region, peers on this host map it. Raises OutOfSpace when this machine or
-    container has too little memory left. Views may be used by any thread.
+    container has too little memory left. Views may be used by any thread. `sole_writer`: no other
+    process can ever map it for writing, whatever descriptor it gets hold of.
     """
 
-    def __init__(self, nbytes: int, name: str = "") -> None:
-        base, rounded, fd = memory_open(nbytes, name)
+    def __init__(self, nbytes: int, name: str = "", *, sole_writer: bool = False) -> None:
+        base, rounded, fd = memory_open(nbytes, name, sole_writer=sole_writer)
         close = memory_close
         super().__init__(base, rounded, lambda _: close(base, rounded, fd))
         self.fd = fd

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from mooncake_py._native.memory import Buffer
     from mooncake_py.transfer.engine import TransferEngine
 
+    # A Memory, anything with the buffer protocol, or a raw (address, bytes).
+    Registrable = Memory | Buffer | tuple[int, int]
+
 ACCESS: dict[str, int] = {
     "read": lib.MC_ACCESS_REMOTE_READ,
     "read_write": lib.MC_ACCESS_REMOTE_READ | lib.MC_ACCESS_REMOTE_WRITE,
@@ -21,7 +24,14 @@ ACCESS: dict[str, int] = {
 DEREGISTER_MS = 10_000  # copies that run end by themselves; a peer that does not answer is cut
 
 
-def _pieces_of(buffers: list[Memory | Buffer], writable: bool) -> tuple[Any, list[Any], int]:
+def _raw(pair: tuple[int, int]) -> tuple[int, int]:
+    address, nbytes = pair
+    if not (0 < address < 1 << 64 and 0 < nbytes < 1 << 64):
+        raise UsageError("raw memory is (address, bytes), both above 0", got=pair)
+    return address, nbytes
+
+
+def _pieces_of(buffers: list[Registrable], writable: bool) -> tuple[Any, list[Any], int]:
     """(mc_piece array, what to keep alive, memfd or -1) of the buffers."""
     pieces = ffi.new("mc_piece[]", len(buffers))
     keep: list[Any] = []
@@ -31,6 +41,9 @@ def _pieces_of(buffers: list[Memory | Buffer], writable: bool) -> tuple[Any, lis
             keep.append(buffer._keep())
             piece.address, piece.nbytes = buffer.base, buffer.nbytes
             fd = buffer.fd if len(buffers) == 1 else -1
+            continue
+        if isinstance(buffer, tuple):
+            piece.address, piece.nbytes = _raw(buffer)
             continue
         try:
             data = ffi.from_buffer("uint8_t[]", buffer, require_writable=writable)
@@ -56,13 +69,21 @@ class Region(Handle):
     returned nothing is written into them and peers are refused.
     """
 
-    def __init__(self, engine: TransferEngine, buffers: list[Memory | Buffer], access: str) -> None:
+    def __init__(
+        self, engine: TransferEngine, given: Registrable | list[Registrable], access: str
+    ) -> None:
         if access not in ACCESS:
             raise UsageError("access is 'read' or 'read_write'", got=access)
+        buffers = given if isinstance(given, list) else [given]
         pieces, keep, fd = _pieces_of(buffers, writable=access == "read_write")
+        flags = ACCESS[access]
+        if isinstance(given, list) and access == "read":
+            flags |= lib.MC_ACCESS_GATHERED
+        if any(isinstance(buffer, tuple) for buffer in buffers):
+            flags |= lib.MC_ACCESS_RAW
         out = ffi.new("uint32_t *")
         check(
-            lib.mc_region_register(engine.native, pieces, len(buffers), ACCESS[access], fd, out),
+            lib.mc_region_register(engine.native, pieces, len(buffers), flags, fd, out),
             "register",
         )
         super().__init__(engine)

@@ -20,6 +20,8 @@
 
 #define MC_ACCESS_REMOTE_READ 1
 #define MC_ACCESS_REMOTE_WRITE 2
+#define MC_ACCESS_GATHERED 4
+#define MC_ACCESS_RAW 8
 
 #define MC_OP_READ 1
 #define MC_OP_WRITE 2

@@ -39,7 +39,12 @@ const char *mc_last_error(void); /* this thread's last failure in words; never n
  * fd: memfd whose byte 0 is at pieces[0].address when there is exactly one piece, else -1: a
  * peer on this host may then map it (read-only unless access has MC_ACCESS_REMOTE_WRITE).
  * The id is never re-used within an engine. Exactly the same single range again: same id, and
- * one more deregister needed. Partial overlap with a writable region is MC_E_USAGE. */
+ * one more deregister needed. Any other overlap is MC_E_USAGE with both ranges in the words.
+ * access is MC_ACCESS_REMOTE_READ, with or without MC_ACCESS_REMOTE_WRITE, and
+ *   MC_ACCESS_GATHERED  values to be fetched from wherever they lie: such a region may overlap
+ *                       others when all of them are read only
+ *   MC_ACCESS_RAW       nobody keeps the memory mapped for us: looked at before each use, and where
+ *                       the mapping has gone the slice fails with MC_E_ACCESS */
 typedef struct mc_piece {
     uint64_t address;
     uint64_t nbytes;

@@ -8,8 +8,11 @@ prints its address, and ends when told to or when its standard input closes.
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,13 @@ def pattern(nbytes: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
+def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.001)
+
+
 class Far:
     """Serves until told to stop. `notes` are the one-way messages it got, in order."""
 
@@ -36,10 +46,11 @@ class Far:
         self.memory: dict[int, Any] = {}
         self.regions: dict[int, Any] = {}
         self.serving = True
+        self.batch: Any = None
 
     def serve(self) -> None:
         while self.serving:
-            message = self.engine.receive(RECEIVE_MS)
+            message = self.engine.inbox.receive(RECEIVE_MS)
             if message is None:
                 return
             self.handle(message)
@@ -54,14 +65,15 @@ class Far:
             command = json.loads(message.payload)
             try:
                 done = getattr(self, "do_" + command.pop("do"))(message, **command)
-                self.answer(message, json.dumps({"done": done}).encode())
+                if message.correlation:
+                    self.answer(message, json.dumps({"done": done}).encode())
             except MooncakeError as error:
                 failed = {"failed": type(error).__name__, "why": str(error)}
                 self.answer(message, json.dumps(failed).encode())
 
     def answer(self, message: Message, payload: bytes) -> None:
         try:
-            self.engine.reply(message, payload)
+            message.reply(payload)
         except MooncakeError:
             if self.serving:  # the caller is gone; that is its affair
                 return
@@ -79,6 +91,26 @@ class Far:
         self.regions[region.id] = region
         self.memory[region.id] = parts
         return [region.id, region.nbytes]
+
+    def do_register_raw(self, _: Message, nbytes: int) -> list[int]:
+        """Memory that nobody holds for the engine: (region, address)."""
+        raw = mmap.mmap(-1, nbytes)
+        raw[:] = pattern(nbytes, 7).tobytes()
+        address = address_of(raw)[0]
+        region = self.engine.register((address, nbytes), access="read_write")
+        self.regions[region.id], self.memory[region.id] = region, raw
+        return [region.id, address]
+
+    def do_unmap(self, _: Message, region: int) -> None:
+        self.memory[region].close()
+
+    def do_stop_taking(self, message: Message, region: int, nbytes: int) -> int:
+        """Take no message until something was written to the first byte of `region`; meanwhile
+        ask the sender for an answer, and read from it."""
+        (_, view) = self.memory[region][0]
+        crc = self.do_read_back(message, region=nbytes >> 32, nbytes=nbytes & 0xFFFFFFFF)
+        wait_for(lambda: view[0] == 0xFF)
+        return crc
 
     def do_deregister(self, _: Message, region: int) -> None:
         self.regions.pop(region).close()
@@ -100,6 +132,13 @@ class Far:
         self.engine.read(self.engine.peer(message.peer_id), slices, timeout_ms=5_000)
         return crc32c(target)
 
+    def do_write_to_sender(self, message: Message, region: int, source: int, nbytes: int) -> None:
+        """Write from a region of ours into one of whoever sent this, in the background."""
+        slices = make_slices(1)
+        slices["op"], slices["region"], slices["length"] = 2, region, nbytes
+        slices["local"] = address_of(self.memory[source][0][1])[0]
+        self.batch = self.engine.submit(self.engine.peer(message.peer_id), slices, timeout_ms=5_000)
+
     def do_describe(self, _: Message) -> dict[str, Any]:
         return self.engine.describe()
 
@@ -119,7 +158,7 @@ def main() -> None:
     def end_with_parent() -> None:
         sys.stdin.read()
         far.serving = False
-        far.engine.wake()
+        far.engine.inbox.wake()
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     sys.stdout.write(far.engine.address + "\n")

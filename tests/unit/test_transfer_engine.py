@@ -30,9 +30,9 @@ def listening(host: str = "127.0.0.1:0", **options: object) -> TransferEngine:
 
 def serve_one(engine: TransferEngine) -> threading.Thread:
     def work() -> None:
-        message = engine.receive(MS)
+        message = engine.inbox.receive(MS)
         if message is not None:
-            engine.reply(message, message.payload)
+            message.reply(message.payload)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -254,15 +254,15 @@ def test_an_engine_closes_what_was_made_from_it() -> None:
     assert peer.closed
     with pytest.raises(TransferCancelled):
         peer.request(1, b"", timeout_ms=MS)
-    assert engine.receive(MS) is None
+    assert engine.inbox.receive(MS) is None
     other.close()
 
 
 def test_wake_ends_one_receive() -> None:
     with TransferEngine() as engine:
-        engine.wake()
-        assert engine.receive(MS) is None
-        assert engine.receive(0) is None
+        engine.inbox.wake()
+        assert engine.inbox.receive(MS) is None
+        assert engine.inbox.receive(0) is None
 
 
 def test_views_of_memory_and_mappings_outlive_everything() -> None:
@@ -288,11 +288,11 @@ def test_a38_peers_that_come_and_go_leave_nothing_behind() -> None:
         def round_trip() -> None:
             with TransferEngine(EngineOptions(transports=("shm", "tcp"))) as here:
                 here.open(there.address, timeout_ms=MS).send(1, b"x", timeout_ms=MS)
-                assert there.receive(MS) is not None
+                assert there.inbox.receive(MS) is not None
             for _ in range(MS // 10):
                 if not there.describe()["peers"]:
                     return
-                there.receive(10)
+                there.inbox.receive(10)
 
         round_trip()
         before = (len(os.listdir("/proc/self/fd")), threading.active_count())
@@ -339,7 +339,7 @@ def test_a72_after_fork_every_call_in_the_child_says_so() -> None:
         if child == 0:
             said = []
             for act in (
-                lambda: engine.receive(MS),
+                lambda: engine.inbox.receive(MS),
                 lambda: peer.request(1, b"", timeout_ms=MS),
                 lambda: engine.open(engine.address, timeout_ms=MS),
                 engine.describe,
@@ -369,7 +369,7 @@ def test_a50_an_engine_left_open_does_not_hold_up_the_exit() -> None:
         "engine = TransferEngine(EngineOptions(listen='127.0.0.1:0'))\n"
         "region = engine.register(bytearray(100))\n"
         "peer = engine.open(engine.address, timeout_ms=1000)\n"
-        "threading.Thread(target=lambda: engine.receive(60000), daemon=True).start()\n"
+        "threading.Thread(target=lambda: engine.inbox.receive(60000), daemon=True).start()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], timeout=30, check=False, capture_output=True, text=True

@@ -36,9 +36,9 @@ def pair(near: Faults, far: Faults | None = None) -> Iterator[tuple[TransferEngi
         region = there.register(bytearray(b"\x55" * NBYTES), access="read_write")
 
         def echo() -> None:
-            while (message := there.receive(MS)) is not None:
+            while (message := there.inbox.receive(MS)) is not None:
                 if message.correlation:
-                    there.reply(message, message.payload)
+                    message.reply(message.payload)
 
         thread = threading.Thread(target=echo)
         thread.start()
@@ -110,7 +110,7 @@ def test_delayed_messages_stay_in_order() -> None:
         peer = here.open(there.address, timeout_ms=MS)
         for i in range(50):
             peer.send(i, b"", timeout_ms=MS)
-        received = [there.receive(MS) for _ in range(50)]
+        received = [there.inbox.receive(MS) for _ in range(50)]
         assert [message.kind for message in received if message] == list(range(50))
 
 

@@ -83,13 +83,13 @@ def serves_others(engine: TransferEngine) -> bool:
     with TransferEngine(EngineOptions(transports=("tcp",))) as other:
         peer = other.open(engine.address, timeout_ms=MS)
         peer.send(1, b"hello", timeout_ms=MS)
-        message = engine.receive(MS)
+        message = engine.inbox.receive(MS)
         return message is not None and message.payload == b"hello"
 
 
 def no_peers_left(engine: TransferEngine) -> bool:
     """Wait until the engine has noticed; its socket is cut a moment before the peer is gone."""
-    return any(not engine.describe()["peers"] or engine.receive(10) for _ in range(MS // 10))
+    return any(not engine.describe()["peers"] or engine.inbox.receive(10) for _ in range(MS // 10))
 
 
 def refused(engine: TransferEngine) -> int:
@@ -188,7 +188,7 @@ def test_a34_unknown_parts_and_replies_are_dropped(engine: TransferEngine) -> No
         + frame(REPLY, b"nobody asked", tag=99)
         + frame(MESSAGE, b"after", a=3)
     )
-    message = engine.receive(MS)
+    message = engine.inbox.receive(MS)
     assert message is not None
     assert (message.kind, message.payload) == (3, b"after")
     sock.close()
@@ -225,7 +225,7 @@ def test_a74_messages_nobody_takes_stop_their_sender() -> None:
             send_for_ever(peer)
         assert engine.describe()["queues"]["message_bytes"] <= (1 << 18) + 64
         taken = 0
-        while engine.receive(200) is not None:
+        while engine.inbox.receive(200) is not None:
             taken += 1
         assert taken > 4
         peer.send(2, b"goes on", timeout_ms=MS)

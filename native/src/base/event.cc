@@ -8,9 +8,8 @@
 #include <climits>
 
 namespace mc {
-namespace {
 
-constexpr int kSpinRounds = 60;  // of about 40 ns: longer than a reply that is already on its way
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the futex is the lower half of the word");
 
 void relax() {
 #if defined(__x86_64__)
@@ -20,31 +19,33 @@ void relax() {
 #endif
 }
 
-}  // namespace
-
 void Event::set() {
-  if (state_.exchange(kSet, std::memory_order_acq_rel) == kSleeping) {
+  const uint64_t old = state_.exchange(kSet, std::memory_order_acq_rel);
+  // The event may be gone from here on; an address without a sleeper wakes nobody.
+  if ((old & kSleeping) != 0) {
     syscall(SYS_futex, &state_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
   }
+  if ((old & ~kFlags) != 0) reinterpret_cast<Kickable*>(old & ~kFlags)->kick();
 }
 
 bool Event::wait(Deadline deadline) {
-  for (int i = 0; i < kSpinRounds; ++i) {
-    if (is_set()) return true;
-    relax();
-  }
   for (;;) {
-    uint32_t seen = kClear;
-    if (!state_.compare_exchange_strong(seen, kSleeping, std::memory_order_acq_rel) &&
-        seen == kSet) {
-      return true;
-    }
+    const uint64_t old = state_.fetch_or(kSleeping, std::memory_order_acq_rel);
+    if ((old & kSet) != 0) return true;
     const timespec at = deadline.as_timespec();
-    const long rc = syscall(SYS_futex, &state_, FUTEX_WAIT_BITSET_PRIVATE, kSleeping,
+    const long rc = syscall(SYS_futex, &state_, FUTEX_WAIT_BITSET_PRIVATE,
+                            static_cast<uint32_t>(old | kSleeping),
                             deadline.is_never() ? nullptr : &at, nullptr, FUTEX_BITSET_MATCH_ANY);
     if (is_set()) return true;
     if (rc != 0 && errno == ETIMEDOUT) return false;
   }
 }
+
+bool Event::begin_driving(Kickable* driver) {
+  const auto pointer = reinterpret_cast<uint64_t>(driver);
+  return (state_.fetch_or(pointer, std::memory_order_acq_rel) & kSet) == 0;
+}
+
+void Event::end_driving() { state_.fetch_and(kFlags, std::memory_order_acq_rel); }
 
 }  // namespace mc

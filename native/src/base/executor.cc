@@ -1,5 +1,7 @@
 #include "base/executor.h"
 
+#include <new>
+
 namespace mc {
 
 void Executor::run(Job job) {
@@ -32,7 +34,11 @@ void Executor::work() {
       const Job job = std::move(jobs_.front());
       jobs_.pop_front();
       lock.unlock();
-      job();
+      try {
+        job();
+      } catch (const std::bad_alloc&) {
+        // Whoever waits for it does so to a deadline.
+      }
     }  // the job's captures are released without the lock
     lock.lock();
   }

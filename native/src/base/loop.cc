@@ -1,10 +1,12 @@
 #include "base/loop.h"
 
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
 #include <array>
 #include <cerrno>
+#include <new>
 #include <system_error>
 
 #include "base/status.h"
@@ -12,20 +14,41 @@
 namespace mc {
 namespace {
 
-constexpr uint64_t kWakeId = 0;
+constexpr uint64_t kWakeId = 1, kKickId = 2, kSharedId = 3;
+constexpr int kRoleTries = 60;  // of about 40 ns: the progress thread holds the role for short
+
+int32_t watch(int epoll, int fd, uint64_t id) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = id;
+  return epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? MC_OK
+                                                          : fail_errno(MC_E_INTERNAL, "epoll_ctl");
+}
+
+void signal(int fd) {
+  const uint64_t one = 1;
+  (void)!write(fd, &one, sizeof one);
+}
+
+void drain(int fd) {
+  uint64_t count;
+  (void)!read(fd, &count, sizeof count);
+}
 
 }  // namespace
 
 int32_t Loop::start() {
   epoll_.reset(epoll_create1(EPOLL_CLOEXEC));
+  shared_.reset(epoll_create1(EPOLL_CLOEXEC));
   wake_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!epoll_ || !wake_) return fail_errno(MC_E_OUT_OF_SPACE, "no descriptors for the event loop");
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.u64 = kWakeId;
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) {
-    return fail_errno(MC_E_INTERNAL, "epoll_ctl");
+  kick_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!epoll_ || !shared_ || !wake_ || !kick_) {
+    return fail_errno(MC_E_OUT_OF_SPACE, "no descriptors for the event loop");
   }
+  int32_t status = watch(epoll_.get(), wake_.get(), kWakeId);
+  if (status == MC_OK) status = watch(epoll_.get(), shared_.get(), kSharedId);
+  if (status == MC_OK) status = watch(shared_.get(), kick_.get(), kKickId);
+  if (status != MC_OK) return status;
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
@@ -38,30 +61,38 @@ void Loop::stop() {
   if (!thread_.joinable()) return;
   stopping_ = true;
   wake();
+  signal(kick_.get());
   thread_.join();
+  const std::lock_guard role(role_);  // a driver leaves soon
   std::unordered_map<uint64_t, std::shared_ptr<Source>> sources;
-  std::vector<Call> posted;
+  std::vector<Call> posted, posted_shared;
   std::map<std::pair<int64_t, uint64_t>, Call> timers;
   const std::lock_guard lock(mutex_);  // destructors of the dropped run after the lock
   stopped_ = true;
   sources.swap(sources_);
   posted.swap(posted_);
+  posted_shared.swap(posted_shared_);
   timers.swap(timers_);
   timer_times_.clear();
 }
 
-int32_t Loop::add(std::shared_ptr<Source> source, int fd, uint32_t events) {
+// ---- sources -------------------------------------------------------------------------------
+
+int32_t Loop::add(std::shared_ptr<Source> source, int fd, uint32_t events, Set set) {
   const std::lock_guard lock(mutex_);
   if (stopped_) return fail(MC_E_CANCELLED, "the engine was closed");
   const uint64_t id = next_id_++;
   epoll_event event{};
   event.events = events;
   event.data.u64 = id;
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+  source->shared_ = set == Set::kShared;
+  sources_.emplace(id, source);
+  const int epoll = source->shared_ ? shared_.get() : epoll_.get();
+  if (epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
+    sources_.erase(id);
     return fail_errno(MC_E_INTERNAL, "epoll_ctl add");
   }
   source->loop_id_ = id;
-  sources_.emplace(id, std::move(source));
   return MC_OK;
 }
 
@@ -69,7 +100,8 @@ void Loop::modify(const Source& source, int fd, uint32_t events) {
   epoll_event event{};
   event.events = events;
   event.data.u64 = source.loop_id_;
-  if (event.data.u64 != 0) (void)epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
+  const int epoll = source.shared_ ? shared_.get() : epoll_.get();
+  if (event.data.u64 != 0) (void)epoll_ctl(epoll, EPOLL_CTL_MOD, fd, &event);
 }
 
 void Loop::remove(Source& source, int fd) {
@@ -77,12 +109,20 @@ void Loop::remove(Source& source, int fd) {
   const std::lock_guard lock(mutex_);
   const uint64_t id = source.loop_id_.exchange(0);
   if (id == 0) return;
-  (void)epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  (void)epoll_ctl(source.shared_ ? shared_.get() : epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
   const auto found = sources_.find(id);
   if (found == sources_.end()) return;
   dropped = std::move(found->second);
   sources_.erase(found);
 }
+
+std::shared_ptr<Source> Loop::source_of(uint64_t id) {
+  const std::lock_guard lock(mutex_);
+  const auto found = sources_.find(id);
+  return found == sources_.end() ? nullptr : found->second;
+}
+
+// ---- calls ---------------------------------------------------------------------------------
 
 void Loop::post(Call call) {
   {
@@ -91,6 +131,15 @@ void Loop::post(Call call) {
     posted_.push_back(std::move(call));
   }
   if (!on_progress()) wake();
+}
+
+void Loop::post_shared(Call call) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) return;
+    posted_shared_.push_back(std::move(call));
+  }
+  if (!drives_shared()) signal(kick_.get());  // whoever looks at the set, now or next
 }
 
 uint64_t Loop::call_at(Deadline at, Call call) {
@@ -119,10 +168,7 @@ void Loop::cancel_call(uint64_t id) {
   timer_times_.erase(found);
 }
 
-void Loop::wake() {
-  const uint64_t one = 1;
-  (void)!write(wake_.get(), &one, sizeof one);
-}
+void Loop::wake() { signal(wake_.get()); }
 
 int Loop::next_timeout_ms() {
   const std::lock_guard lock(mutex_);
@@ -148,29 +194,105 @@ void Loop::run_calls_on_progress() {
   for (Call& call : due) call();
 }
 
+void Loop::run_shared_calls() {
+  for (;;) {
+    std::vector<Call> due;
+    {
+      const std::lock_guard lock(mutex_);
+      if (posted_shared_.empty()) return;
+      due.swap(posted_shared_);
+    }
+    for (Call& call : due) call();
+  }
+}
+
+// ---- progress ------------------------------------------------------------------------------
+
+// One look at a set. With `until`, a driver's: no more than it needs.
+void Loop::handle(int epoll, int timeout_ms, const Event* until) {
+  std::array<epoll_event, 32> events;
+  const int n = epoll_wait(epoll, events.data(), static_cast<int>(events.size()), timeout_ms);
+  for (int i = 0; i < n; ++i) {
+    const epoll_event& event = events[static_cast<size_t>(i)];
+    if (event.data.u64 == kWakeId) {
+      drain(wake_.get());
+    } else if (event.data.u64 == kKickId) {
+      drain(kick_.get());
+    } else if (event.data.u64 == kSharedId) {
+      handle_shared_on_progress();
+    } else if (const std::shared_ptr<Source> source = source_of(event.data.u64)) {
+      source->ready_on_progress(event.events);
+      if (until != nullptr && until->is_set()) return;  // the rest stays ready
+    }
+  }
+}
+
+void Loop::handle_shared_on_progress() {
+  const std::unique_lock role(role_, std::try_to_lock);
+  if (!role) {  // a driver is about to take the set away, or gives it back this moment
+    sched_yield();
+    return;
+  }
+  driver_id_ = std::this_thread::get_id();
+  handle(shared_.get(), 0, nullptr);
+  run_shared_calls();
+  driver_id_ = std::thread::id();
+}
+
 void Loop::run() {
   progress_id_ = std::this_thread::get_id();
-  std::array<epoll_event, 64> events;
   while (!stopping_) {
-    const int n = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()),
-                             next_timeout_ms());
-    for (int i = 0; i < n; ++i) {
-      const uint64_t id = events[static_cast<size_t>(i)].data.u64;
-      if (id == kWakeId) {
-        uint64_t count;
-        (void)!read(wake_.get(), &count, sizeof count);
-        continue;
-      }
-      std::shared_ptr<Source> source;
-      {
-        const std::lock_guard lock(mutex_);
-        const auto found = sources_.find(id);
-        if (found != sources_.end()) source = found->second;
-      }
-      if (source) source->ready_on_progress(events[static_cast<size_t>(i)].events);
+    try {
+      handle(epoll_.get(), next_timeout_ms(), nullptr);
+      run_calls_on_progress();
+    } catch (const std::bad_alloc&) {
+      // What was at hand is lost to its owner's deadline; the rest of the process goes on.
+      driver_id_ = std::thread::id();
     }
-    run_calls_on_progress();
   }
+}
+
+bool Loop::wait(Event& event, Deadline deadline) {
+  for (int i = 0; i < kRoleTries; ++i) {
+    if (event.is_set()) return true;
+    if (drive(event, deadline)) return event.is_set();
+    relax();
+  }
+  return event.wait(deadline);
+}
+
+void Loop::kick() {
+  if (!drives_shared()) signal(kick_.get());  // the driver itself looks before it sleeps
+}
+
+void Loop::lend(bool lent) {
+  epoll_event event{};
+  event.events = lent ? 0U : static_cast<uint32_t>(EPOLLIN);
+  event.data.u64 = kSharedId;
+  (void)epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, shared_.get(), &event);
+}
+
+// False: somebody else makes progress. True: the event is set, or the deadline has passed.
+bool Loop::drive(Event& event, Deadline deadline) {
+  if (on_progress() || drives_shared()) return false;
+  const std::unique_lock role(role_, std::try_to_lock);
+  if (!role || stopping_) return false;
+  driver_id_ = std::this_thread::get_id();
+  lend(true);
+  if (event.begin_driving(this)) {
+    while (!event.is_set() && !deadline.passed() && !stopping_) {
+      try {
+        handle(shared_.get(), deadline.left_ms(), &event);
+        run_shared_calls();
+      } catch (const std::bad_alloc&) {
+        continue;  // as in run()
+      }
+    }
+  }
+  event.end_driving();
+  lend(false);
+  driver_id_ = std::thread::id();
+  return !stopping_ || event.is_set();
 }
 
 }  // namespace mc

@@ -1,7 +1,16 @@
-// The progress thread: one epoll set, timers, and calls posted from elsewhere.
+// Making progress: descriptors, timers, and calls posted from elsewhere.
 //
-// Functions named ..._on_progress run on this thread only and assert it. They never block. Every
-// other function may be called from any thread.
+// The progress thread does all of it. Connections of peers are in a set of their own, the shared
+// one, and that set can be lent: a caller that waits for something a peer will send takes it with
+// wait(), reads the sockets by itself and gives it back when its event is set. So a request and its
+// reply cost no hand-over between threads. The set belongs to one at a time, by a role:
+//
+//   free     the progress thread sees the set become ready and takes the role while it handles that
+//   driven   a caller holds the role and waits on the set; the progress thread does not look at it
+//
+// Functions named ..._on_progress never block. Those of sources in the shared set, and calls posted
+// with post_shared(), run on whoever holds the role, one after the other; all others on the progress
+// thread only. Every other function may be called from any thread.
 #pragma once
 
 #include <atomic>
@@ -15,6 +24,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/event.h"
 #include "base/fd.h"
 
 namespace mc {
@@ -31,46 +41,65 @@ class Source {
  private:
   friend class Loop;
   std::atomic<uint64_t> loop_id_{0};
+  std::atomic<bool> shared_{false};
 };
 
-class Loop {
+class Loop final : private Kickable {
  public:
   using Call = std::function<void()>;
+  enum class Set { kOwn, kShared };
 
-  ~Loop() { stop(); }
+  ~Loop() override { stop(); }
   int32_t start();
   // Joins; sources and calls that are left, or come later, are dropped. Not from the progress thread.
   void stop();
 
-  int32_t add(std::shared_ptr<Source> source, int fd, uint32_t events);
+  int32_t add(std::shared_ptr<Source> source, int fd, uint32_t events, Set set = Set::kOwn);
   void modify(const Source& source, int fd, uint32_t events);
   void remove(Source& source, int fd);  // idempotent
 
-  void post(Call call);
+  void post(Call call);         // to the progress thread
+  void post_shared(Call call);  // to whoever holds the role of the shared set
   uint64_t call_at(Deadline at, Call call);
   void cancel_call(uint64_t id);  // the call may be running already
 
+  // Wait for an event that a peer, or a thread of this engine, will set; makes progress meanwhile
+  // when nobody else does. False: the deadline passed first.
+  bool wait(Event& event, Deadline deadline);
+
   bool on_progress() const { return std::this_thread::get_id() == progress_id_.load(); }
+  // The caller holds the role of the shared set. To be asserted by what it protects.
+  bool drives_shared() const { return std::this_thread::get_id() == driver_id_.load(); }
 
  private:
   void run();
   void wake();
+  void kick() override;
+  bool drive(Event& event, Deadline deadline);
+  void lend(bool lent);
+  void handle(int epoll, int timeout_ms, const Event* until);
+  void handle_shared_on_progress();
+  std::shared_ptr<Source> source_of(uint64_t id);
   int next_timeout_ms();
   void run_calls_on_progress();
+  void run_shared_calls();
 
-  Fd epoll_;
-  Fd wake_;
+  Fd epoll_;   // of the progress thread; holds shared_ as well while that is not lent
+  Fd shared_;
+  Fd wake_, kick_;
   std::thread thread_;
-  std::atomic<std::thread::id> progress_id_{};
+  std::atomic<std::thread::id> progress_id_{}, driver_id_{};
   std::atomic<bool> stopping_{false};
+
+  std::mutex role_;  // of the shared set; before mutex_
 
   std::mutex mutex_;  // guards all below
   std::unordered_map<uint64_t, std::shared_ptr<Source>> sources_;
-  std::vector<Call> posted_;
+  std::vector<Call> posted_, posted_shared_;
   std::map<std::pair<int64_t, uint64_t>, Call> timers_;  // by (time, id)
   std::unordered_map<uint64_t, int64_t> timer_times_;
   bool stopped_ = false;
-  uint64_t next_id_ = 1;
+  uint64_t next_id_ = 16;  // below: descriptors of the loop itself
   int64_t waiting_until_ns_ = 0;  // what the progress thread sleeps for at most
 };
 

@@ -239,7 +239,7 @@ int32_t mc_batch_submit(mc_engine* engine, uint64_t id, mc_slice* slices, uint64
 int32_t mc_batch_wait(mc_batch* batch, uint32_t timeout_ms) {
   if (batch == nullptr) return fail(MC_E_USAGE, "the batch is null");
   if (batch->generation != fork_generation) return fail(MC_E_USAGE, "%s", kForked);
-  if (!batch->batch->wait(Deadline::in_ms(timeout_ms))) {
+  if (!batch->batch->wait(batch->core->loop(), Deadline::in_ms(timeout_ms))) {
     return fail(MC_E_TIMEOUT, "the batch is not done yet");
   }
   return outcome_of(*batch->batch);
@@ -281,7 +281,7 @@ int32_t mc_transfer(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n
     const auto batch = std::make_shared<Batch>(slices, n, Deadline::in_ms(timeout_ms));
     core.track(batch, peer->endpoint);
     peer->endpoint->submit(batch, true);
-    if (!batch->wait(batch->deadline())) {
+    if (!batch->wait(core.loop(), batch->deadline())) {
       peer->endpoint->cancel(batch, MC_E_TIMEOUT, "the transfer did not end before its deadline");
     }
     core.untrack(*batch);
@@ -316,7 +316,7 @@ int32_t mc_message_request(mc_engine* engine, uint64_t id, uint32_t kind, const 
 int32_t mc_message_receive(mc_engine* engine, uint32_t timeout_ms, mc_message* out) {
   return call(engine, [&](Engine& core) {
     Received received;
-    const int32_t status = core.queue().take(Deadline::in_ms(timeout_ms), &received);
+    const int32_t status = core.receive(Deadline::in_ms(timeout_ms), &received);
     if (status != MC_OK) return status;
     hand_over(received.peer, received.head, std::move(received.bytes), out);
     return MC_OK;

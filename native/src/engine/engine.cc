@@ -14,6 +14,7 @@ namespace {
 
 constexpr uint64_t kStrangersMax = 1024;  // connections that are not peers yet
 constexpr size_t kLostMax = 64;
+constexpr uint64_t kWindowMin = 64 << 10, kWindowMax = 1 << 20;
 constexpr uint64_t kLeaveMs = 10'000;  // a caller that does not leave by then is our bug
 
 std::mutex registry_mutex;
@@ -201,9 +202,9 @@ int32_t Engine::close_peer(uint64_t id) {
   return MC_OK;
 }
 
-std::shared_ptr<Peer> Engine::peer_of(const Endpoint& endpoint) {
+std::shared_ptr<Peer> Engine::peer_by_id(uint64_t id) {
   const std::lock_guard lock(mutex_);
-  const auto found = peers_.find(endpoint.peer_id);
+  const auto found = peers_.find(id);
   return found == peers_.end() ? nullptr : found->second;
 }
 
@@ -219,9 +220,16 @@ std::shared_ptr<StreamEndpoint> Engine::make_stream(uint32_t choice, Introductio
   return std::make_shared<FakeEndpoint>(*this, std::move(who), stream_limits(), plan);
 }
 
+// Of one peer; the sum over peers is held down by the credit they get (MessageQueue::is_crowded).
+uint32_t Engine::message_window() const {
+  return static_cast<uint32_t>(
+      std::clamp<uint64_t>(settings_.queue_bytes_max / 64, kWindowMin, kWindowMax));
+}
+
 StreamLimits Engine::stream_limits() const {
   return {settings_.message_bytes_max,
-          std::max<uint64_t>(settings_.queue_bytes_max, settings_.message_bytes_max)};
+          std::max<uint64_t>(settings_.queue_bytes_max, settings_.message_bytes_max),
+          message_window()};
 }
 
 Hello Engine::own_hello() const {
@@ -229,6 +237,7 @@ Hello Engine::own_hello() const {
   hello.incarnation = incarnation_;
   hello.transports = settings_.transports;
   hello.message_bytes_max = settings_.message_bytes_max;
+  hello.message_window = message_window();
   hello.set_address(address_);
   hello.set_shm_name(shm_name_);
   return hello;
@@ -259,7 +268,7 @@ void Engine::deliver(Endpoint& from, const MessageHead& head, Bytes bytes) {
 }
 
 void Engine::deliver_reply(Endpoint& from, uint64_t correlation, Bytes bytes, uint32_t nbytes) {
-  if (const auto peer = peer_of(from)) peer->requests.reply(correlation, std::move(bytes), nbytes);
+  if (const auto peer = peer_by_id(from.peer_id)) peer->requests.reply(correlation, std::move(bytes), nbytes);
 }
 
 int32_t Engine::request(uint64_t id, const MessageHead& head, const void* data, Deadline deadline,
@@ -272,7 +281,7 @@ int32_t Engine::request(uint64_t id, const MessageHead& head, const void* data, 
     return status;
   }
   int32_t status = peer->endpoint->send(numbered, data, deadline);
-  if (status == MC_OK && !out->done.wait(deadline)) {
+  if (status == MC_OK && !loop_.wait(out->done, deadline)) {
     status = fail(MC_E_TIMEOUT, "no reply from %s before the deadline",
                   peer->introduction.address.c_str());
   }
@@ -281,6 +290,20 @@ int32_t Engine::request(uint64_t id, const MessageHead& head, const void* data, 
     if (!out->done.is_set()) return status;
   }
   return out->failure.raise();
+}
+
+int32_t Engine::receive(Deadline deadline, Received* out) {
+  for (;;) {
+    const bool last = deadline.passed();  // then it is a poll
+    Event arrival;
+    const int32_t status = queue_.take(out, last ? nullptr : &arrival);
+    if (status == MC_OK) {
+      if (const auto peer = peer_by_id(out->peer)) peer->endpoint->taken(out->head.nbytes);
+    }
+    if (status != MC_E_TIMEOUT || last) return status;
+    (void)loop_.wait(arrival, deadline);
+    queue_.unwatch(arrival);
+  }
 }
 
 int32_t Engine::deregister(uint32_t id, Deadline deadline) {

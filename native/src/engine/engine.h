@@ -75,6 +75,9 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   int32_t request(uint64_t peer, const MessageHead& head, const void* data, Deadline deadline,
                   RequestTable::Waiter* out);
 
+  // MC_E_TIMEOUT; MC_E_CANCELLED: woken or closed.
+  int32_t receive(Deadline deadline, Received* out);
+
   // Batches in progress, so that closing can end them.
   void track(const std::shared_ptr<Batch>& batch, const std::shared_ptr<Endpoint>& endpoint);
   void untrack(const Batch& batch);
@@ -97,6 +100,9 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   bool reserve(uint32_t nbytes, const std::shared_ptr<RoomWaiter>& waiter) override {
     return queue_.reserve(nbytes, waiter);
   }
+  bool is_crowded(const std::shared_ptr<RoomWaiter>& waiter) override {
+    return queue_.is_crowded(waiter);
+  }
   void unreserve(uint32_t nbytes) override { queue_.unreserve(nbytes); }
   void deliver(Endpoint& from, const MessageHead& head, Bytes bytes) override;
   void deliver_reply(Endpoint& from, uint64_t correlation, Bytes bytes, uint32_t nbytes) override;
@@ -117,7 +123,8 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
                       const std::string& reason, Deadline deadline, uint64_t* out_peer);
   void open_lanes(const HostPort& where, const Hello& hello, StreamEndpoint& endpoint,
                   Deadline deadline);
-  std::shared_ptr<Peer> peer_of(const Endpoint& endpoint);
+  std::shared_ptr<Peer> peer_by_id(uint64_t id);
+  uint32_t message_window() const;
 
   const Settings settings_;
   const Token incarnation_ = random_token();

@@ -125,7 +125,8 @@ void Greeter::hello_on_progress() {
 }
 
 Introduction Greeter::stranger() const {
-  return {first_.incarnation, first_.address_text(), first_.transports, first_.message_bytes_max};
+  return {first_.incarnation, first_.address_text(), first_.transports, first_.message_bytes_max,
+          first_.message_window};
 }
 
 void Greeter::choice_on_progress() {

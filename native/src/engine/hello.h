@@ -38,7 +38,7 @@ struct Hello {
   uint64_t token_address = 0;  // shm: where the sender keeps its token, for process_vm_readv
   uint32_t transports = 0, message_bytes_max = 0, lane = 0, choice = 0;
   uint32_t reads_memory = 0;  // shm: process_vm_readv of the other one's token succeeded
-  uint32_t reserved = 0;
+  uint32_t message_window = 0;
   char shm_name[40] = "";
   char address[128] = "";
 

@@ -6,8 +6,8 @@ namespace mc {
 
 bool MessageQueue::reserve(uint32_t nbytes, const std::shared_ptr<RoomWaiter>& waiter) {
   const std::lock_guard lock(mutex_);
-  const uint64_t whole = nbytes + kOverheadBytes;
-  if (bytes_ == 0 || bytes_ + whole <= bytes_max_) {  // one message is always let in
+  const uint64_t whole = message_cost(nbytes);
+  if (!waiter || bytes_ == 0 || bytes_ + whole <= bytes_max_) {  // one is always let in
     bytes_ += whole;
     return true;
   }
@@ -15,7 +15,14 @@ bool MessageQueue::reserve(uint32_t nbytes, const std::shared_ptr<RoomWaiter>& w
   return false;
 }
 
-void MessageQueue::unreserve(uint32_t nbytes) { give_back(nbytes + kOverheadBytes); }
+bool MessageQueue::is_crowded(const std::shared_ptr<RoomWaiter>& waiter) {
+  const std::lock_guard lock(mutex_);
+  if (bytes_ <= bytes_max_ / 2) return false;
+  waiters_.push_back(waiter);
+  return true;
+}
+
+void MessageQueue::unreserve(uint32_t nbytes) { give_back(message_cost(nbytes)); }
 
 void MessageQueue::give_back(uint64_t nbytes) {
   std::vector<std::weak_ptr<RoomWaiter>> waiters;
@@ -30,49 +37,57 @@ void MessageQueue::give_back(uint64_t nbytes) {
 }
 
 void MessageQueue::put(Received message) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return;
-    messages_.push_back(std::move(message));
-  }
-  ready_.notify_one();
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  messages_.push_back(std::move(message));
+  call_one_locked();
 }
 
-int32_t MessageQueue::take(Deadline deadline, Received* out) {
+int32_t MessageQueue::take(Received* out, Event* arrival) {
   {
-    std::unique_lock lock(mutex_);
-    const auto ready = [this] { return closed_ || wakes_ > 0 || !messages_.empty(); };
-    // A deadline that has passed is a poll: going to sleep for it would cost the timer's slack.
-    if (!ready() &&
-        (deadline.passed() || !ready_.wait_until(lock, deadline.as_time_point(), ready))) {
-      return MC_E_TIMEOUT;
-    }
+    const std::lock_guard lock(mutex_);
     if (closed_) return fail(MC_E_CANCELLED, "the engine was closed");
     if (wakes_ > 0) {
       --wakes_;
       return MC_E_CANCELLED;
     }
+    if (messages_.empty()) {
+      if (arrival != nullptr) takers_.push_back(arrival);
+      return MC_E_TIMEOUT;
+    }
     *out = std::move(messages_.front());
     messages_.pop_front();
   }
-  give_back(out->head.nbytes + kOverheadBytes);
+  give_back(message_cost(out->head.nbytes));
   return MC_OK;
 }
 
+void MessageQueue::unwatch(const Event& arrival) {
+  const std::lock_guard lock(mutex_);
+  std::erase(takers_, &arrival);
+}
+
+void MessageQueue::call_one_locked() {
+  if (takers_.empty()) return;
+  // Who makes progress has the message at hand; the one who came last is the warmest of the others.
+  const auto driver = std::find_if(takers_.begin(), takers_.end(),
+                                   [](const Event* taker) { return taker->is_driven(); });
+  const auto chosen = driver != takers_.end() ? driver : takers_.end() - 1;
+  (*chosen)->set();
+  takers_.erase(chosen);
+}
+
 void MessageQueue::wake() {
-  {
-    const std::lock_guard lock(mutex_);
-    ++wakes_;
-  }
-  ready_.notify_one();
+  const std::lock_guard lock(mutex_);
+  ++wakes_;
+  call_one_locked();
 }
 
 void MessageQueue::close() {
-  {
-    const std::lock_guard lock(mutex_);
-    closed_ = true;
-  }
-  ready_.notify_all();
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  for (Event* taker : takers_) taker->set();
+  takers_.clear();
 }
 
 uint64_t MessageQueue::bytes() const {

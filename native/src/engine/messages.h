@@ -2,13 +2,13 @@
 // their replies.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
 
+#include "transport/stream/frame.h"
 #include "transport/transport.h"
 
 namespace mc {
@@ -24,24 +24,27 @@ class MessageQueue {
   explicit MessageQueue(uint64_t bytes_max) : bytes_max_(bytes_max) {}
 
   bool reserve(uint32_t nbytes, const std::shared_ptr<RoomWaiter>& waiter);
+  bool is_crowded(const std::shared_ptr<RoomWaiter>& waiter);
   void unreserve(uint32_t nbytes);
   void put(Received message);  // its bytes were reserved
-  // MC_E_TIMEOUT; MC_E_CANCELLED: woken or closed.
-  int32_t take(Deadline deadline, Received* out);
+  // Does not wait. MC_E_TIMEOUT: there is none, and `arrival` (or null) is set when there may be;
+  // unwatch() it before it goes. MC_E_CANCELLED: woken or closed.
+  int32_t take(Received* out, Event* arrival);
+  void unwatch(const Event& arrival);
   void wake();
   void close();
   uint64_t bytes() const;
   uint64_t count() const;
 
  private:
-  static constexpr uint64_t kOverheadBytes = 64;  // of a queued message, whatever its size
   void give_back(uint64_t nbytes);
+  void call_one_locked();
 
   const uint64_t bytes_max_;
   mutable std::mutex mutex_;
-  std::condition_variable ready_;
   std::deque<Received> messages_;
   std::vector<std::weak_ptr<RoomWaiter>> waiters_;
+  std::vector<Event*> takers_;  // one for each receive() that waits
   uint64_t bytes_ = 0;
   uint64_t wakes_ = 0;
   bool closed_ = false;

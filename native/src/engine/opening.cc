@@ -11,7 +11,8 @@ namespace {
 constexpr uint32_t kLanesMax = 16;
 
 Introduction introduction_of(const Hello& hello) {
-  return {hello.incarnation, hello.address_text(), hello.transports, hello.message_bytes_max};
+  return {hello.incarnation, hello.address_text(), hello.transports, hello.message_bytes_max,
+          hello.message_window};
 }
 
 }  // namespace

@@ -23,6 +23,7 @@
 #include "base/deadline.h"
 #include "base/event.h"
 #include "base/fd.h"
+#include "base/loop.h"
 #include "base/status.h"
 
 namespace mc {
@@ -62,7 +63,8 @@ class Batch {
   bool stopped() const { return stopped_.load(std::memory_order_acquire); }
 
   bool done() const { return done_.is_set(); }
-  bool wait(Deadline deadline) { return done_.wait(deadline); }
+  // Makes progress meanwhile. False: the deadline passed first.
+  bool wait(Loop& loop, Deadline deadline) { return loop.wait(done_, deadline); }
   Failure outcome() const;  // of a batch that is done
   int32_t event_fd(int* out);
 

@@ -1,6 +1,8 @@
 #include "transport/region.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -36,7 +38,19 @@ Region::Region(uint32_t id, std::vector<mc_piece> pieces, uint32_t access, Fd fd
       fd_(std::move(fd)) {}
 
 bool Region::allows(uint32_t access, uint64_t offset, uint64_t length) const {
-  return (access_ & access) == access && offset <= nbytes_ && length <= nbytes_ - offset;
+  if ((access_ & access) != access || offset > nbytes_ || length > nbytes_ - offset) return false;
+  return (access_ & MC_ACCESS_RAW) == 0 || is_mapped(offset, length);
+}
+
+// Nobody holds raw memory for us. Looking is cheap: the kernel walks mappings, not pages.
+bool Region::is_mapped(uint64_t offset, uint64_t length) const {
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  std::vector<iovec> pieces;
+  slice(offset, length, &pieces);
+  return std::all_of(pieces.begin(), pieces.end(), [page](const iovec& piece) {
+    const auto begin = reinterpret_cast<uint64_t>(piece.iov_base), first = begin / page * page;
+    return msync(reinterpret_cast<void*>(first), begin + piece.iov_len - first, MS_ASYNC) == 0;
+  });
 }
 
 void Region::slice(uint64_t offset, uint64_t length, std::vector<iovec>* out) const {
@@ -71,15 +85,15 @@ bool Region::wait_quiet(Deadline deadline) const {
 }
 
 int32_t RegionTable::check_overlap(const std::vector<mc_piece>& pieces, uint32_t access) const {
-  const bool writable = (access & MC_ACCESS_REMOTE_WRITE) != 0;
   for (const auto& [id, entry] : entries_) {
-    if (!writable && (entry.region->access() & MC_ACCESS_REMOTE_WRITE) == 0) continue;
+    const uint32_t other = entry.region->access();
+    const bool harmless = ((access | other) & MC_ACCESS_REMOTE_WRITE) == 0;
+    if (harmless && ((access | other) & MC_ACCESS_GATHERED) != 0) continue;
     for (const mc_piece& old : entry.region->pieces()) {
       for (const mc_piece& piece : pieces) {
         if (piece.address < old.address + old.nbytes && old.address < piece.address + piece.nbytes) {
           return fail(MC_E_USAGE,
-                      "memory [%#lx, +%lu) overlaps [%#lx, +%lu) of region %u, and one of them is "
-                      "writable",
+                      "memory [%#lx, +%lu) overlaps [%#lx, +%lu) of region %u",
                       piece.address, piece.nbytes, old.address, old.nbytes, id);
         }
       }
@@ -91,7 +105,8 @@ int32_t RegionTable::check_overlap(const std::vector<mc_piece>& pieces, uint32_t
 int32_t RegionTable::add(const mc_piece* pieces, uint64_t n, uint32_t access, int fd,
                          uint32_t* out_id) {
   if (n == 0 || pieces == nullptr) return fail(MC_E_USAGE, "a region needs at least one piece");
-  if (access == 0 || (access & ~(MC_ACCESS_REMOTE_READ | MC_ACCESS_REMOTE_WRITE)) != 0) {
+  const uint32_t offered = access & (MC_ACCESS_REMOTE_READ | MC_ACCESS_REMOTE_WRITE);
+  if (offered == 0 || (access & ~(offered | MC_ACCESS_GATHERED | MC_ACCESS_RAW)) != 0) {
     return fail(MC_E_USAGE, "access %#x is not a mask of MC_ACCESS_*", access);
   }
   uint64_t total = 0;

@@ -32,7 +32,8 @@ class Region {
   int fd() const { return fd_.get(); }  // memfd a peer may map, or -1
   const std::vector<mc_piece>& pieces() const { return pieces_; }
 
-  // True: the range is inside and `access` (MC_ACCESS_*) was offered. Overflow-safe.
+  // True: the range is inside, `access` (MC_ACCESS_REMOTE_*) was offered, and raw memory is still
+  // mapped there. Overflow-safe.
   bool allows(uint32_t access, uint64_t offset, uint64_t length) const;
   // The memory of a range that allows() accepted, in order, appended to *out.
   void slice(uint64_t offset, uint64_t length, std::vector<iovec>* out) const;
@@ -47,6 +48,8 @@ class Region {
   bool wait_quiet(Deadline deadline) const;
 
  private:
+  bool is_mapped(uint64_t offset, uint64_t length) const;
+
   static constexpr uint32_t kRevoked = 1U << 31;
 
   const uint32_t id_;

@@ -62,8 +62,11 @@ class Host {
   virtual ~Host() = default;
   virtual std::shared_ptr<Region> region(uint32_t id) = 0;
   // Room for a message of this size among those received and not yet taken. False: none now;
-  // waiter->room() is called once there may be. reserve() comes before deliver().
+  // waiter->room() is called once there may be. reserve() comes before deliver(). Without a
+  // waiter there is always room: for transports whose senders have a window.
   virtual bool reserve(uint32_t nbytes, const std::shared_ptr<RoomWaiter>& waiter) = 0;
+  // True: too many messages lie there for asking for more; else waiter->room() as above.
+  virtual bool is_crowded(const std::shared_ptr<RoomWaiter>& waiter) = 0;
   virtual void unreserve(uint32_t nbytes) = 0;
   virtual void deliver(Endpoint& from, const MessageHead& head, Bytes bytes) = 0;
   virtual void deliver_reply(Endpoint& from, uint64_t correlation, Bytes bytes,
@@ -74,6 +77,10 @@ class Host {
   virtual Loop& loop() = 0;
   virtual Executor& executor() = 0;
 };
+
+// The words for MC_E_ACCESS.
+inline constexpr const char* kRefused =
+    "the peer refused the region, range or direction, or its memory is not mapped any more";
 
 struct EndpointNumbers {
   uint64_t bytes_in = 0, bytes_out = 0, queued_bytes = 0, in_flight = 0;
@@ -101,6 +108,8 @@ class Endpoint {
   virtual int32_t send(const MessageHead& head, const void* bytes, Deadline deadline) = 0;
   // Never waits: MC_E_BACKPRESSURE when the peer does not take its replies.
   virtual int32_t reply(uint64_t correlation, const void* bytes, uint32_t nbytes) = 0;
+  // The program took a message of this size that was delivered by this endpoint. Does not wait.
+  virtual void taken(uint32_t nbytes) = 0;
 
   // Map a region of the peer into this process, read-only and populated; the mapping is the
   // caller's to munmap. MC_E_ACCESS: cannot be mapped.
@@ -127,6 +136,7 @@ struct Introduction {
   std::string address;  // where this peer accepts connections; "" when it does not listen
   uint32_t transports = 0;
   uint32_t message_max_bytes = 0;
+  uint32_t message_window = 0;  // bytes of messages it lets be on their way to it
 };
 
 }  // namespace mc

@@ -83,7 +83,7 @@ int32_t LocalEndpoint::move(const Part& part, uint32_t* out_crc) {
   if (!pin || !pin->allows(reading ? MC_ACCESS_REMOTE_READ : MC_ACCESS_REMOTE_WRITE,
                            part.remote_offset, part.length)) {
     host->refused();
-    return fail(MC_E_ACCESS, "the peer refused the region, range or direction");
+    return fail(MC_E_ACCESS, "%s", kRefused);
   }
   std::vector<iovec> pieces;
   pin->slice(part.remote_offset, part.length, &pieces);
@@ -120,15 +120,20 @@ int32_t LocalEndpoint::send(const MessageHead& head, const void* bytes, Deadline
   if (head.nbytes > 0) memcpy(copy.get(), bytes, head.nbytes);
   for (;;) {
     const auto waiter = std::make_shared<EventWaiter>();
+    Failure gone;
     {
       const std::shared_lock lock(link_->mutex_);
       Host* host = link_->hosts_[other()];
       const std::shared_ptr<LocalEndpoint> end = link_->ends_[other()].lock();
-      if (host == nullptr || !end || closed_) return gone_locked().raise();
-      if (host->reserve(head.nbytes, waiter)) {
+      if (host == nullptr || !end || closed_) gone = gone_locked();
+      else if (host->reserve(head.nbytes, waiter)) {
         host->deliver(*end, head, std::move(copy));
         return MC_OK;
       }
+    }
+    if (gone.status != MC_OK) {  // known here before the progress thread hears of it
+      close(gone);
+      return gone.raise();
     }
     // Short sleeps as well, so that a peer that closes meanwhile is noticed.
     const Deadline look = std::min(deadline, Deadline::in_ms(100));

@@ -42,6 +42,7 @@ class LocalEndpoint final : public Endpoint, public std::enable_shared_from_this
   void cancel(const std::shared_ptr<Batch>& batch, int32_t status, const char* reason) override;
   int32_t send(const MessageHead& head, const void* bytes, Deadline deadline) override;
   int32_t reply(uint64_t correlation, const void* bytes, uint32_t nbytes) override;
+  void taken(uint32_t) override {}  // senders wait for room
   int32_t map(uint32_t region, Deadline deadline, uint64_t* out_address,
               uint64_t* out_nbytes) override;
   void forget(const std::shared_ptr<Region>&) override {}  // pins are all there is

@@ -8,6 +8,7 @@ namespace mc {
 namespace {
 
 constexpr uint64_t kPieceMax = 1 << 20;     // pulled while one pin is held
+constexpr uint32_t kRemoteAccess = MC_ACCESS_REMOTE_READ | MC_ACCESS_REMOTE_WRITE;
 constexpr uint64_t kInlineMax = 256 << 10;  // of a pull frame, done on the progress thread
 
 }  // namespace
@@ -63,7 +64,7 @@ void ShmEndpoint::pull(const PullEntry& entry, FrameHead* done) {
     }
     status = read_memory(here, there);
     for (const iovec& piece : here) {
-      if ((entry.flags & kWriteCrc) != 0) crc = mc_crc32c(piece.iov_base, piece.iov_len, crc);
+      if (status == MC_OK && (entry.flags & kWriteCrc) != 0) crc = mc_crc32c(piece.iov_base, piece.iov_len, crc);
     }
     if (status == MC_OK) pulled_in_ += n;
   }
@@ -154,7 +155,8 @@ bool ShmEndpoint::learn_on_progress(Connection& from, const FrameHead& head,
       if (__builtin_add_overflow(sum, piece.nbytes, &sum)) return false;
     }
     if (info.piece_count > 0 && sum != info.nbytes) return false;
-    region = std::make_shared<RemoteRegion>(head.a, std::move(pieces), info.access, std::move(fd));
+    region = std::make_shared<RemoteRegion>(head.a, std::move(pieces),
+                                            info.access & kRemoteAccess, std::move(fd));
   }
   const std::lock_guard lock(mutex_);
   const auto found = queries_.find(head.tag);
@@ -221,7 +223,7 @@ void ShmEndpoint::wait_forgotten(const Region& region, Deadline deadline) {
     if (found == forgetting_.end()) return;
     event = found->second;
   }
-  if (!event->wait(deadline)) {
+  if (!host().loop().wait(*event, deadline)) {
     host().refused();
     close({MC_E_PEER_UNREACHABLE, "the peer did not let go of a region that was deregistered"});
   }

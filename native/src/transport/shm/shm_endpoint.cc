@@ -65,7 +65,7 @@ int32_t ShmEndpoint::resolve(uint32_t id, Deadline deadline, std::shared_ptr<Rem
   *out = known(id);
   if (*out) return MC_OK;
   const std::shared_ptr<Query> query = ask(id);
-  if (!query->done.wait(deadline)) return fail(MC_E_TIMEOUT, "the peer does not answer");
+  if (!host().loop().wait(query->done, deadline)) return fail(MC_E_TIMEOUT, "the peer does not answer");
   if (query->status == MC_E_ACCESS) return fail(MC_E_ACCESS, "the peer has no region %u", id);
   if (query->status != MC_OK) return fail(query->status, "the peer is gone");
   *out = query->region;
@@ -166,7 +166,7 @@ bool ShmEndpoint::copy_group(const std::shared_ptr<Batch>& batch, const Regions&
   batch->copied();
   for (size_t i = 0; i < group.size(); ++i) {
     if (!lives) batch->part_done(group[i], MC_E_PEER_UNREACHABLE, 0, "the peer's process ended");
-    else batch->part_done(group[i], results[i].status, results[i].crc, "the peer refused the region, range or direction");
+    else batch->part_done(group[i], results[i].status, results[i].crc, kRefused);
   }
   if (!batch->deadline().passed() && !is_closed()) return true;
   if (is_closed()) {

@@ -4,31 +4,34 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cassert>
 #include <cerrno>
 #include <cstring>
+#include <new>
 
 #include "transport/stream/stream_endpoint.h"
 
 namespace mc {
 
 Connection::Connection(Fd fd, bool passes_fds, StreamEndpoint& owner, Host& host,
-                       uint64_t copied_max)
+                       const StreamLimits& limits, uint64_t credit)
     : fd_(std::move(fd)),
       host_(host),
       loop_(host.loop()),
       owner_raw_(&owner),
-      out_(fd_.get(), copied_max),
-      in_(fd_.get(), passes_fds, *this) {}
+      out_(fd_.get(), limits.copied_max, credit),
+      in_(fd_.get(), passes_fds, *this),
+      message_window_(limits.message_window) {}
 
 Connection::~Connection() {
-  if (reserved_nbytes_ > 0) host_.unreserve(reserved_nbytes_);
+  if (reserved_) host_.unreserve(reserved_nbytes_);
 }
 
 int32_t Connection::start(const std::shared_ptr<StreamEndpoint>& owner) {
   owner_ = owner;
   const std::lock_guard lock(interest_mutex_);
   interest_ = EPOLLIN;
-  return loop_.add(shared_from_this(), fd_.get(), interest_);
+  return loop_.add(shared_from_this(), fd_.get(), interest_, Loop::Set::kShared);
 }
 
 void Connection::close() {
@@ -41,7 +44,7 @@ void Connection::close() {
 void Connection::update_interest() {
   const std::lock_guard lock(interest_mutex_);
   if (closed_) return;
-  const uint32_t want = (paused_ || crowded_ ? 0U : static_cast<uint32_t>(EPOLLIN)) |
+  const uint32_t want = (crowded_ ? 0U : static_cast<uint32_t>(EPOLLIN)) |
                         (out_.full() ? static_cast<uint32_t>(EPOLLOUT) : 0U);
   if (want == interest_) return;
   interest_ = want;
@@ -67,6 +70,17 @@ void Connection::broken_on_progress(const char* what) {
 }
 
 void Connection::ready_on_progress(uint32_t events) {
+  assert(loop_.drives_shared());
+  try {
+    handle_on_progress(events);
+  } catch (const std::bad_alloc&) {
+    // What was being received is lost, so the connection is; the process and its peers go on.
+    ::shutdown(fd_.get(), SHUT_RDWR);
+    broken_on_progress("was given up: out of memory");
+  }
+}
+
+void Connection::handle_on_progress(uint32_t events) {
   const std::shared_ptr<StreamEndpoint> owner = owner_.lock();
   if (!owner) return close();
   if ((events & EPOLLOUT) != 0) {
@@ -77,7 +91,7 @@ void Connection::ready_on_progress(uint32_t events) {
     }
     update_interest();
   }
-  if ((events & EPOLLIN) != 0 && !paused_ && !crowded_) {
+  if ((events & EPOLLIN) != 0 && !crowded_) {
     act_on_progress(in_.read_on_progress(), owner);
   } else if ((events & (EPOLLERR | EPOLLHUP)) != 0) {
     broken_on_progress("was cut by the peer");
@@ -96,9 +110,6 @@ void Connection::act_on_progress(InStream::Outcome outcome,
         update_interest();
       }
       break;
-    case InStream::Outcome::kPaused:
-      update_interest();
-      break;
     case InStream::Outcome::kClosed:
       broken_on_progress("was closed by the peer");
       break;
@@ -109,20 +120,27 @@ void Connection::act_on_progress(InStream::Outcome outcome,
   }
 }
 
-void Connection::room() {
-  loop_.post([self = shared_from_this()] {
-    const std::shared_ptr<StreamEndpoint> owner = self->owner_.lock();
-    if (!owner || self->closed_ || !self->paused_) return;
-    self->paused_ = false;
-    self->act_on_progress(self->in_.resume_on_progress(), owner);
-    self->update_interest();
-  });
+void Connection::taken(uint32_t nbytes) {
+  const uint64_t credit = credit_ += message_cost(nbytes);
+  if (credit < message_window_ / 2) return;
+  if (!host_.is_crowded(shared_from_this())) give_credit();
+}
+
+void Connection::room() { give_credit(); }
+
+void Connection::give_credit() {
+  FrameHead head;
+  head.type = FrameType::kCredit;
+  head.c = credit_.exchange(0);
+  if (head.c == 0 || closed_) return;
+  untaken_ -= head.c;
+  (void)write([&](OutQueue& out) { return out.send(head, nullptr, OutQueue::Room::kAlways); });
 }
 
 void Connection::finish_work(uint64_t n) {
   work_ -= n;
   if (!crowded_) return;
-  loop_.post([self = shared_from_this()] {
+  loop_.post_shared([self = shared_from_this()] {
     const std::shared_ptr<StreamEndpoint> owner = self->owner_.lock();
     if (!owner || !self->crowded_ || self->backlogged()) return;
     self->crowded_ = false;
@@ -149,10 +167,14 @@ Connection::Body Connection::begin_on_progress(const FrameHead& head) {
     case FrameType::kPull:
       return head.a <= kEntriesMax && head.nbytes == head.a * sizeof(PullEntry) ? Body::kInline
                                                                                 : Body::kBad;
+    case FrameType::kCancel:
+      return head.a <= kEntriesMax && head.nbytes == head.a * sizeof(uint64_t) ? Body::kInline
+                                                                               : Body::kBad;
     case FrameType::kDone:
     case FrameType::kQuery:
     case FrameType::kRevoked:
     case FrameType::kRevokedAck:
+    case FrameType::kCredit:
       return head.nbytes == 0 ? Body::kInline : Body::kBad;
   }
   return Body::kBad;
@@ -163,9 +185,10 @@ Connection::Body Connection::begin_message_on_progress(const FrameHead& head) {
       head.type == FrameType::kRegion ? kRegionBodyMax : owner_raw_->message_bytes_max();
   if (head.nbytes > cap) return Body::kBad;
   if (head.type == FrameType::kMessage) {
-    paused_ = true;  // before reserve(): room() may come at once
-    if (!host_.reserve(head.nbytes, shared_from_this())) return Body::kLater;
-    paused_ = false;
+    if (untaken_ >= message_window_) return Body::kBad;  // it had no credit
+    untaken_ += message_cost(head.nbytes);
+    (void)host_.reserve(head.nbytes, nullptr);
+    reserved_ = true;
     reserved_nbytes_ = head.nbytes;
   }
   message_ = allocate_bytes(head.nbytes);
@@ -246,7 +269,7 @@ ssize_t Connection::place_write_on_progress(const FrameHead& head, uint64_t done
 bool Connection::end_on_progress(const FrameHead& head, const uint8_t* bytes) {
   switch (head.type) {
     case FrameType::kMessage: {
-      reserved_nbytes_ = 0;  // the queue's now
+      reserved_ = false;  // the queue's now
       host_.deliver(*owner_raw_, {head.tag, head.a, head.nbytes}, std::move(message_));
       return true;
     }
@@ -266,6 +289,11 @@ bool Connection::end_on_progress(const FrameHead& head, const uint8_t* bytes) {
       crc_ = head.b;
       end_data_on_progress(head);
       return true;
+    case FrameType::kCredit:
+      (void)write([&](OutQueue& out) { return out.grant(head.c); });
+      return true;
+    case FrameType::kCancel:
+      return cancel_on_progress(head, bytes);
     case FrameType::kRegion: {
       const Bytes body = std::move(message_);
       return owner_raw_->other_frame_on_progress(*this, head, body.get());
@@ -290,6 +318,13 @@ void Connection::end_write_on_progress(const FrameHead& head) {
   done.b = crc_;
   body_region_.reset();
   out_.queue(done);
+}
+
+bool Connection::cancel_on_progress(const FrameHead& head, const uint8_t* bytes) {
+  std::vector<uint64_t> tags(head.a);
+  memcpy(tags.data(), bytes, head.nbytes);
+  out_.drop_answers(tags);
+  return true;
 }
 
 bool Connection::answer_reads_on_progress(const FrameHead& head, const uint8_t* bytes) {

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <mutex>
+#include <type_traits>
 
 #include "transport/stream/in_stream.h"
 #include "transport/stream/out_queue.h"
@@ -13,12 +14,20 @@ namespace mc {
 
 class StreamEndpoint;
 
+struct StreamLimits {
+  uint32_t message_bytes_max = 0;  // of what we accept
+  uint64_t copied_max = 0;         // message bytes queued for a peer that does not read
+  uint32_t message_window = 0;     // messages we let be on their way to us
+};
+
 class Connection final : public Source,
                          public RoomWaiter,
                          public FrameHandler,
                          public std::enable_shared_from_this<Connection> {
  public:
-  Connection(Fd fd, bool passes_fds, StreamEndpoint& owner, Host& host, uint64_t copied_max);
+  // `credit`: the window of messages that the peer offered.
+  Connection(Fd fd, bool passes_fds, StreamEndpoint& owner, Host& host,
+             const StreamLimits& limits, uint64_t credit);
   ~Connection() override;
 
   int32_t start(const std::shared_ptr<StreamEndpoint>& owner);
@@ -28,9 +37,14 @@ class Connection final : public Source,
   // Write something with `use(out)` and see to what it leaves behind. From any thread.
   template <typename Use>
   auto write(Use use) {
-    const auto result = use(out_);
-    settle();
-    return result;
+    if constexpr (std::is_void_v<std::invoke_result_t<Use, OutQueue&>>) {
+      use(out_);
+      settle();
+    } else {
+      const auto result = use(out_);
+      settle();
+      return result;
+    }
   }
   // Send what was queued without being sent.
   void flush();
@@ -43,6 +57,8 @@ class Connection final : public Source,
   // Work taken on for the peer and not yet answered by other means than the out queue.
   void add_work(uint64_t n) { work_ += n; }
   void finish_work(uint64_t n);
+  // The program took a message: the peer hears of it, many at a time.
+  void taken(uint32_t nbytes);
 
   void ready_on_progress(uint32_t events) override;
   void room() override;
@@ -63,7 +79,9 @@ class Connection final : public Source,
   void end_data_on_progress(const FrameHead& head);
   void end_write_on_progress(const FrameHead& head);
   bool answer_reads_on_progress(const FrameHead& head, const uint8_t* bytes);
-  void read_on_progress();
+  bool cancel_on_progress(const FrameHead& head, const uint8_t* bytes);
+  void give_credit();
+  void handle_on_progress(uint32_t events);
   void act_on_progress(InStream::Outcome outcome, const std::shared_ptr<StreamEndpoint>& owner);
   void broken_on_progress(const char* what);
   void settle();
@@ -79,15 +97,19 @@ class Connection final : public Source,
   InStream in_;
   PartTable parts_;
   std::atomic<uint64_t> work_{0};
+  const uint64_t message_window_;
+  std::atomic<uint64_t> untaken_{0};  // messages received and not credited
+  std::atomic<uint64_t> credit_{0};   // of untaken_, what the program took
   std::atomic<bool> closed_{false};
 
   std::mutex interest_mutex_;
   uint32_t interest_ = 0;
 
-  // State of the frame being received; progress thread only.
-  std::atomic<bool> paused_{false};   // for room in the message queue
-  std::atomic<bool> crowded_{false};  // for answers to leave
+  std::atomic<bool> crowded_{false};  // not read until answers have left
+
+  // State of the frame being received; for whoever makes progress.
   Bytes message_;
+  bool reserved_ = false;  // room for the message being received
   uint32_t reserved_nbytes_ = 0;
   uint32_t crc_ = 0;
   int32_t body_status_ = MC_OK;

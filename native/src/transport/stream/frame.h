@@ -16,11 +16,18 @@
 //   region       correlation  status   flags    -         RegionInfo, pieces (kRegionBodyMax)
 //   revoked      -            region   -        -         -
 //   revoked_ack  -            region   -        -         -
+//   credit       -            -        -        bytes     -
+//   cancel       -            count    -        -         count x tag (kEntriesMax)
 //
 // read asks for parts; each is answered by one data frame, in any order, straight from memory.
 // write carries a part; it is answered by done. pull asks the owner to fetch a part by itself
 // (shm); answered by done. query / region: what a region of the peer looks like; flag 1 of region:
 // its memfd came along. revoked: that knowledge is void; the ack says that nobody uses it now.
+//
+// credit: messages are sent while those on their way, or received and not yet taken by the
+// program, sum up to less than the receiver's window (told in its Hello; each counts message_cost).
+// credit says how many bytes were taken. Nothing else ever waits for that. cancel: the parts with
+// these tags need not be answered any more.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +36,7 @@ namespace mc {
 
 enum class FrameType : uint16_t {
   kMessage = 1, kReply, kRead, kData, kWrite, kPull, kDone, kQuery, kRegion, kRevoked, kRevokedAck,
+  kCredit, kCancel,
 };
 
 struct FrameHead {
@@ -61,12 +69,16 @@ struct RegionInfo {  // followed by piece_count mc_pieces
 };
 static_assert(sizeof(RegionInfo) == 16);
 
+// What a message counts in windows and queues: its bytes and what it takes to keep them.
+constexpr uint64_t message_cost(uint32_t nbytes) { return uint64_t{nbytes} + 64; }
+
 inline constexpr uint32_t kWriteCrc = 1, kRegionHasFd = 1;
 
 inline constexpr uint32_t kPartMax = 1 << 20;        // a stream part: bounds what a cut leaves over
 inline constexpr uint64_t kPullMax = 8 << 20;        // a part the owner pulls
 inline constexpr uint32_t kEntriesMax = 1024;        // in one read or pull frame
 inline constexpr uint32_t kRegionBodyMax = 16 << 20; // a million pieces
+inline constexpr uint64_t kCreditMax = 1ULL << 40;   // in one credit frame
 inline constexpr uint64_t kWindow = 4096;            // parts one side keeps in flight on a connection
 inline constexpr uint64_t kBacklogMax = 2 * kWindow; // unanswered parts after which it is not read
 

@@ -166,7 +166,6 @@ InStream::Outcome InStream::parse_on_progress() {
     if (buffered() < sizeof head_) return Outcome::kDrained;
     memcpy(&head_, buffer_.get() + begin_, sizeof head_);
     kind_ = handler_.begin_on_progress(head_);
-    if (kind_ == FrameHandler::Body::kLater) return Outcome::kPaused;
     if (kind_ == FrameHandler::Body::kBad) return Outcome::kBad;
     if (kind_ == FrameHandler::Body::kInline && head_.nbytes > kInlineMax) return Outcome::kBad;
     begin_ += sizeof head_;

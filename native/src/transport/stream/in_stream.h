@@ -28,7 +28,6 @@ class FrameHandler {
     kInline,   // handed over whole to end(); at most kInlineMax
     kPlaced,   // goes where place() says, piece by piece
     kDropped,  // received and thrown away
-    kLater,    // no room: stop reading, begin() comes again on resume
     kBad,      // against the protocol: the connection ends
   };
   virtual Body begin_on_progress(const FrameHead& head) = 0;
@@ -46,7 +45,7 @@ class InStream {
 
   InStream(int fd, bool takes_fds, FrameHandler& handler);
 
-  enum class Outcome { kDrained, kMore, kPaused, kClosed, kBad };
+  enum class Outcome { kDrained, kMore, kClosed, kBad };
   Outcome read_on_progress();
   Outcome resume_on_progress() { return parse_on_progress(); }
 

@@ -6,6 +6,8 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <new>
+#include <unordered_set>
 
 #include "base/status.h"
 
@@ -32,15 +34,17 @@ uint64_t OutQueue::Frame::left() const {
 int32_t OutQueue::send(const FrameHead& head, const void* bytes, Room room, Deadline deadline,
                        Fd passed) {
   std::unique_lock lock(mutex_);
+  const bool is_message = head.type == FrameType::kMessage;
+  const uint64_t& copied = copied_bytes_[is_message];
   const auto has_room = [&] {
-    return closed_ || copied_bytes_ == 0 || copied_bytes_ + head.nbytes <= copied_max_;
+    return closed_ || copied == 0 || copied + head.nbytes <= copied_max_;
   };
   if (room != Room::kAlways && !has_room()) {
     if (room == Room::kRefuse) {
-      return fail(MC_E_BACKPRESSURE, "the peer does not read: %lu bytes are queued", copied_bytes_);
+      return fail(MC_E_BACKPRESSURE, "the peer does not read: %lu bytes are queued", copied);
     }
     if (!room_.wait_until(lock, deadline.as_time_point(), has_room)) {
-      return fail(MC_E_TIMEOUT, "the peer does not read: %lu bytes are queued", copied_bytes_);
+      return fail(MC_E_TIMEOUT, "the peer takes nothing: %lu bytes are queued", copied);
     }
   }
   if (closed_) return fail(MC_E_PEER_UNREACHABLE, "the connection is closed");
@@ -50,23 +54,28 @@ int32_t OutQueue::send(const FrameHead& head, const void* bytes, Room room, Dead
   frame.passed = std::move(passed);
   if (head.nbytes > 0) frame.body.push_back({const_cast<void*>(bytes), head.nbytes});
   if (is_answer(head)) ++answers_;
-  urgent_.push_back(std::move(frame));
+  Frames& queue = is_message ? messages_ : urgent_;
+  queue.push_back(std::move(frame));
   if (!full_) pump_locked();
-  // What did not go out needs memory of its own: it is the last urgent frame, here or there.
-  if (!urgent_.empty()) {
-    own_rest_locked(urgent_.back());
+  // What did not go out needs memory of its own: it is the last of its kind, here or there.
+  bool kept = true;
+  if (!queue.empty()) {
+    kept = own_rest_locked(queue.back());
   } else {
     const auto left = std::find_if(sending_.rbegin(), sending_.rend(),
                                    [](const Frame& one) { return one.borrowed; });
-    if (left != sending_.rend()) own_rest_locked(*left);
+    if (left != sending_.rend()) kept = own_rest_locked(*left);
   }
-  return MC_OK;
+  if (kept) return MC_OK;
+  give_up_locked();
+  return fail(MC_E_OUT_OF_SPACE, "no memory for %u bytes that the peer does not read", head.nbytes);
 }
 
-void OutQueue::own_rest_locked(Frame& frame) {
+bool OutQueue::own_rest_locked(Frame& frame) {
   uint64_t n = 0;
   for (size_t i = frame.next; i < frame.body.size(); ++i) n += frame.body[i].iov_len;
-  auto copy = std::make_unique<uint8_t[]>(n);
+  std::unique_ptr<uint8_t[]> copy(new (std::nothrow) uint8_t[n]);
+  if (!copy) return false;
   uint8_t* at = copy.get();
   for (size_t i = frame.next; i < frame.body.size(); ++i) {
     memcpy(at, frame.body[i].iov_base, frame.body[i].iov_len);
@@ -76,10 +85,17 @@ void OutQueue::own_rest_locked(Frame& frame) {
   frame.next = 0;
   frame.copy = std::move(copy);
   frame.copied_nbytes = n;
-  copied_bytes_ += n;
+  copied_bytes_[frame.is_message()] += n;
   frame.borrowed = false;
   frame.region.reset();
   frame.batch.reset();
+  return true;
+}
+
+// Nothing of what is queued is looked at any more: there is no memory to keep it.
+void OutQueue::give_up_locked() {
+  broken_ = closed_ = true;
+  for (Frames* frames : {&sending_, &urgent_, &messages_, &data_}) frames->clear();
 }
 
 void OutQueue::queue(const FrameHead& head) {
@@ -123,13 +139,27 @@ OutQueue::Pumped OutQueue::pump() {
   return pump_locked();
 }
 
+OutQueue::Pumped OutQueue::grant(uint64_t nbytes) {
+  const std::lock_guard lock(mutex_);
+  credit_ += static_cast<int64_t>(std::min<uint64_t>(nbytes, kCreditMax));
+  return full_ ? Pumped::kMore : pump_locked();
+}
+
+OutQueue::Frames* OutQueue::next_locked() {
+  if (!urgent_.empty()) return &urgent_;
+  if (!messages_.empty() && credit_ > 0) return &messages_;
+  return data_.empty() ? nullptr : &data_;
+}
+
 void OutQueue::fill_locked() {
   while (sending_bytes_ < kSendingMax && sending_.size() < kIovMax) {
-    Frames& from = urgent_.empty() ? data_ : urgent_;
-    if (from.empty()) return;
-    sending_bytes_ += from.front().left();
-    sending_.push_back(std::move(from.front()));
-    from.pop_front();
+    Frames* from = next_locked();
+    if (from == nullptr) return;
+    Frame& frame = from->front();
+    if (frame.is_message()) credit_ -= static_cast<int64_t>(message_cost(frame.head.nbytes));
+    sending_bytes_ += frame.left();
+    sending_.push_back(std::move(frame));
+    from->pop_front();
   }
 }
 
@@ -170,7 +200,7 @@ ssize_t OutQueue::write_some_locked() {
 void OutQueue::sent_locked(uint64_t nbytes) {
   sent_bytes_ += nbytes;
   sending_bytes_ -= nbytes;
-  const uint64_t copied_before = copied_bytes_;
+  bool freed = false;
   while (!sending_.empty()) {
     Frame& frame = sending_.front();
     const uint64_t of_head = std::min<uint64_t>(nbytes, sizeof frame.head - frame.head_sent);
@@ -187,10 +217,11 @@ void OutQueue::sent_locked(uint64_t nbytes) {
     }
     if (frame.head_sent < sizeof frame.head || frame.next < frame.body.size()) break;
     if (is_answer(frame.head)) --answers_;
-    copied_bytes_ -= frame.copied_nbytes;
+    copied_bytes_[frame.is_message()] -= frame.copied_nbytes;
+    freed = freed || frame.copied_nbytes > 0;
     sending_.pop_front();
   }
-  if (copied_bytes_ < copied_before) room_.notify_all();
+  if (freed) room_.notify_all();
 }
 
 OutQueue::Pumped OutQueue::pump_locked() {
@@ -219,27 +250,36 @@ void OutQueue::forget_region(const Region& region) {
     if (frame.region.get() == &region) refuse(frame);
   }
   for (Frame& frame : sending_) {
-    if (frame.region.get() == &region) own_rest_locked(frame);
+    if (frame.region.get() == &region && !own_rest_locked(frame)) return give_up_locked();
   }
+}
+
+void OutQueue::drop_answers(std::span<const uint64_t> tags) {
+  const std::unordered_set<uint64_t> unwanted(tags.begin(), tags.end());
+  const std::lock_guard lock(mutex_);
+  answers_ -= std::erase_if(data_, [&](const Frame& frame) {
+    return frame.head.type == FrameType::kData && unwanted.contains(frame.head.tag);
+  });
 }
 
 void OutQueue::forget_batch(const Batch& batch) {
   const std::lock_guard lock(mutex_);
   std::erase_if(data_, [&](const Frame& frame) { return frame.batch.get() == &batch; });
   for (Frame& frame : sending_) {
-    if (frame.batch.get() == &batch) own_rest_locked(frame);
+    if (frame.batch.get() == &batch && !own_rest_locked(frame)) return give_up_locked();
   }
 }
 
 void OutQueue::close() {
-  Frames dropped[3];
+  Frames dropped[4];
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
     dropped[0].swap(sending_);
     dropped[1].swap(urgent_);
     dropped[2].swap(data_);
-    copied_bytes_ = sending_bytes_ = 0;
+    dropped[3].swap(messages_);
+    copied_bytes_[0] = copied_bytes_[1] = sending_bytes_ = 0;
     answers_ = 0;
   }
   room_.notify_all();
@@ -249,6 +289,7 @@ uint64_t OutQueue::queued_bytes() const {
   const std::lock_guard lock(mutex_);
   uint64_t sum = sending_bytes_;
   for (const Frame& frame : urgent_) sum += frame.left();
+  for (const Frame& frame : messages_) sum += frame.left();
   for (const Frame& frame : data_) sum += frame.left();
   return sum;
 }

@@ -1,7 +1,9 @@
 // The sending half of a connection. Thread-safe; nothing here waits but send().
 //
-// Frames wait in two queues, urgent (messages, requests, answers without data) before data; what
-// has been put on its way is in sending_, whose first frame may be half sent. Whoever adds a frame
+// Frames wait in three queues, urgent (requests, replies, answers without data) before messages
+// before data; what has been put on its way is in sending_, whose first frame may be half sent.
+// Messages go while the peer's credit lasts (see frame.h), so that a peer whose program takes no
+// messages still gets its data and its replies. Whoever adds a frame
 // tries to write at once, so that an idle connection costs no hand-over between threads; the
 // progress thread goes on when the socket has room again.
 //
@@ -9,7 +11,7 @@
 // away (forget_region, forget_batch) a frame not begun is answered or dropped, and the rest of a
 // begun one is copied: at most the bounded sending_ queue.
 //
-// Bounds: copied message bytes by `copied_max` (senders wait); answers by the peer's window
+// Bounds: copied bytes of messages, and of replies, by `copied_max` each (senders wait); answers by the peer's window
 // (kWindow; with more than kBacklogMax waiting the connection is not read until it has drained).
 #pragma once
 
@@ -21,6 +23,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "base/deadline.h"
@@ -35,7 +38,8 @@ class OutQueue {
  public:
   enum class Pumped { kIdle, kMore, kBroken };  // kMore: call again when the socket has room
 
-  OutQueue(int fd, uint64_t copied_max) : fd_(fd), copied_max_(copied_max) {}
+  OutQueue(int fd, uint64_t copied_max, uint64_t credit)
+      : fd_(fd), copied_max_(copied_max), credit_(static_cast<int64_t>(credit)) {}
 
   // An urgent frame. Bytes are the caller's again on return. kWait: for room until the deadline
   // (MC_E_TIMEOUT); kRefuse: MC_E_BACKPRESSURE without room; kAlways: for answers and requests,
@@ -50,7 +54,11 @@ class OutQueue {
   // ... or local memory of a batch.
   void push(const FrameHead& head, const std::shared_ptr<Batch>& batch, uint64_t local);
   Pumped pump();
+  // The peer took messages of this size: as much may be on its way again.
+  Pumped grant(uint64_t nbytes);
 
+  // Answers that nobody waits for any more; those not begun are dropped.
+  void drop_answers(std::span<const uint64_t> tags);
   void forget_region(const Region& region);
   void forget_batch(const Batch& batch);
   void close();  // wakes senders; nothing is sent any more
@@ -75,14 +83,17 @@ class OutQueue {
     Fd passed;
     uint64_t left() const;
     bool begun() const { return head_sent > 0; }
+    bool is_message() const { return head.type == FrameType::kMessage; }
   };
   using Frames = std::deque<Frame>;
 
   Pumped pump_locked();
   void fill_locked();
+  Frames* next_locked();
   ssize_t write_some_locked();
   void sent_locked(uint64_t nbytes);
-  void own_rest_locked(Frame& frame);
+  bool own_rest_locked(Frame& frame);  // false: no memory for it
+  void give_up_locked();
   static void refuse(Frame& frame);
 
   const int fd_;
@@ -90,11 +101,13 @@ class OutQueue {
 
   mutable std::mutex mutex_;
   std::condition_variable room_;
-  Frames sending_, urgent_, data_;
-  uint64_t sending_bytes_ = 0, copied_bytes_ = 0, sent_bytes_ = 0;
+  Frames sending_, urgent_, messages_, data_;
+  int64_t credit_;                // below 1: the peer takes no message now
+  uint64_t copied_bytes_[2] = {};  // of other frames, of messages
+  uint64_t sending_bytes_ = 0, sent_bytes_ = 0;
   std::atomic<uint64_t> answers_{0};
   std::atomic<bool> full_{false}, broken_{false};
-  bool closed_ = false;
+  std::atomic<bool> closed_{false};
 };
 
 }  // namespace mc

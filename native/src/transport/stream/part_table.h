@@ -61,16 +61,16 @@ class PartTable {
     return true;
   }
 
-  uint64_t forget(const Batch& batch) {
+  // Take out all of the batch's parts; the tags they had.
+  std::vector<uint64_t> forget(const Batch& batch) {
     const std::lock_guard lock(mutex_);
-    uint64_t n = 0;
+    std::vector<uint64_t> tags;
     for (uint32_t i = 0; i < entries_.size(); ++i) {
       if (entries_[i].batch.get() != &batch) continue;
-      entries_[i].batch.reset();
+      tags.push_back(uint64_t{entries_[i].generation} << 32 | i);
       release_locked(i);
-      ++n;
     }
-    return n;
+    return tags;
   }
 
   std::vector<std::pair<std::shared_ptr<Batch>, Part>> close() {

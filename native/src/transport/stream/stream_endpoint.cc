@@ -19,7 +19,7 @@ StreamEndpoint::StreamEndpoint(Host& host, Introduction peer, StreamLimits limit
 
 int32_t StreamEndpoint::add_lane(Fd fd, bool passes_fds) {
   auto lane = std::make_shared<Connection>(std::move(fd), passes_fds, *this, host_,
-                                           limits_.copied_max);
+                                           limits_, peer_.message_window);
   {
     const std::lock_guard lock(lanes_mutex_);
     if (closed_) return fail(MC_E_PEER_UNREACHABLE, "the peer is gone");
@@ -163,7 +163,7 @@ void StreamEndpoint::part_over(const std::shared_ptr<Batch>& batch, const Part& 
                                int32_t status, uint32_t crc) {
   --in_flight_;
   batch->part_done(part, status, crc,
-                   status == MC_E_ACCESS ? "the peer refused the region, range or direction"
+                   status == MC_E_ACCESS ? kRefused
                                          : "the peer reported a failure");
 }
 
@@ -179,12 +179,31 @@ void StreamEndpoint::cancel(const std::shared_ptr<Batch>& batch, int32_t status,
     if (std::erase(waiting_, batch) > 0) --waiting_count_;
   }
   for (const auto& lane : lanes()) {
-    in_flight_ -= lane->parts().forget(*batch);
-    lane->out().forget_batch(*batch);
+    const std::vector<uint64_t> tags = lane->parts().forget(*batch);
+    in_flight_ -= tags.size();
+    lane->write([&](OutQueue& out) { return out.forget_batch(*batch); });
+    call_off(*lane, tags);
   }
   batch->finish(status, reason);
   issue();
 }
+
+// What nobody waits for need not be sent: the owner is told.
+void StreamEndpoint::call_off(Connection& lane, std::span<const uint64_t> tags) {
+  while (!tags.empty()) {
+    const auto some = tags.first(std::min<size_t>(tags.size(), kEntriesMax));
+    FrameHead head;
+    head.type = FrameType::kCancel;
+    head.a = static_cast<uint32_t>(some.size());
+    head.nbytes = static_cast<uint32_t>(some.size_bytes());
+    (void)lane.write([&](OutQueue& out) {
+      return out.send(head, some.data(), OutQueue::Room::kAlways);
+    });
+    tags = tags.subspan(some.size());
+  }
+}
+
+void StreamEndpoint::taken(uint32_t nbytes) { lane(0)->taken(nbytes); }
 
 int32_t StreamEndpoint::send(const MessageHead& message, const void* bytes, Deadline deadline) {
   if (message.nbytes > peer_.message_max_bytes) {
@@ -223,7 +242,9 @@ int32_t StreamEndpoint::map(uint32_t region, Deadline, uint64_t*, uint64_t*) {
 }
 
 void StreamEndpoint::forget(const std::shared_ptr<Region>& region) {
-  for (const auto& lane : lanes()) lane->out().forget_region(*region);
+  for (const auto& lane : lanes()) {
+    lane->write([&](OutQueue& out) { return out.forget_region(*region); });
+  }
 }
 
 void StreamEndpoint::close(const Failure& why) {

@@ -10,17 +10,13 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "transport/stream/connection.h"
 
 namespace mc {
-
-struct StreamLimits {
-  uint32_t message_bytes_max = 0;  // of what we accept
-  uint64_t copied_max = 0;         // message bytes queued for a peer that does not read
-};
 
 class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<StreamEndpoint> {
  public:
@@ -41,6 +37,7 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
               uint64_t* out_nbytes) override;
   void forget(const std::shared_ptr<Region>& region) override;
   void wait_forgotten(const Region&, Deadline) override {}
+  void taken(uint32_t nbytes) override;
   void close(const Failure& why) override;
 
   uint32_t message_bytes_max() const { return limits_.message_bytes_max; }
@@ -75,6 +72,7 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   Lanes lanes() const;
   bool issue_batch(const std::shared_ptr<Batch>& batch, const Lanes& lanes,
                    std::vector<std::vector<ReadEntry>>* reads);
+  static void call_off(Connection& lane, std::span<const uint64_t> tags);
 
   Host& host_;
   const Introduction peer_;
