@@ -7,28 +7,19 @@ where a transport lives in one process only.
 
 from __future__ import annotations
 
-import json
-import os
 import select
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, ClassVar
+from contextlib import suppress
 
 import numpy as np
 import pytest
-from transport_far import COMMAND, ECHO, NOTE, SILENCE, Far, pattern
+from transport_far import ECHO, NOTE, SILENCE, pattern
+from transport_lifetimes import LifetimeBattery
+from transport_pair import MS, PART, SIZES, Pair, pytest_generate_tests, slices_for
 
 from mooncake_py._native.memory import address_of, crc32c
 from mooncake_py.errors import (
     AccessRefused,
-    MooncakeError,
-    PeerUnreachable,
     TransferCancelled,
     TransferTimeout,
     UsageError,
@@ -36,90 +27,19 @@ from mooncake_py.errors import (
 from mooncake_py.transfer import (
     FLAG_CRC,
     FLAG_FENCE,
-    EngineOptions,
     Memory,
-    TransferEngine,
     make_slices,
 )
 
-MS = 10_000  # longer than anything here takes; no test waits for it to pass
-PART = 1 << 20  # slices are cut into parts of this size on a stream
-SIZES = [0, 1, 63, 4096, 8192, 8193, 65_536, PART - 1, PART, PART + 1, 3 * PART + 7]
-FAR_PROGRAM = str(Path(__file__).with_name("transport_far.py"))
+__all__ = ["TransportBattery", "pytest_generate_tests"]
 
 
-class Pair:
-    """An engine here, one there, and the peer that joins them."""
-
-    def __init__(self, near: TransferEngine, address: str, process: Any = None) -> None:
-        self.near = near
-        self.address = address
-        self.process = process
-        self.peer = near.open(address, timeout_ms=MS)
-
-    def tell(self, do: str, **arguments: object) -> Any:
-        payload = json.dumps({"do": do, **arguments}).encode()
-        answer = json.loads(self.peer.request(COMMAND, payload, timeout_ms=MS))
-        assert "failed" not in answer, answer
-        return answer["done"]
-
-    def region(
-        self, nbytes: int | list[int], kind: str = "memfd", access: str = "read", seed: int = 7
-    ) -> int:
-        sizes = nbytes if isinstance(nbytes, list) else [nbytes]
-        return int(self.tell("register", kind=kind, sizes=sizes, seed=seed, access=access)[0])
+def send_for_ever(two: Pair) -> None:
+    while True:
+        two.peer.send(NOTE, bytes(1 << 14), timeout_ms=100)
 
 
-def slices_for(region: int, target: np.ndarray, pieces: list[tuple[int, int]]) -> np.ndarray:
-    """One slice for each (remote offset, length); they lie one after the other in `target`."""
-    slices = make_slices(len(pieces))
-    slices["region"] = region
-    slices["remote_offset"] = [offset for offset, _ in pieces]
-    slices["length"] = [length for _, length in pieces]
-    starts = np.cumsum([0, *(length for _, length in pieces)])[:-1]
-    slices["local"] = address_of(target)[0] + starts
-    return slices
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test in each place where the transport lives."""
-    if "place" in metafunc.fixturenames:
-        metafunc.parametrize("place", metafunc.cls.places)
-
-
-class TransportBattery:
-    name: ClassVar[str]
-    places: ClassVar[tuple[str, ...]] = ("thread", "process")
-    maps: ClassVar[bool] = False  # peers' memfds can be mapped
-
-    @contextmanager
-    def pair(self, place: str, **options: Any) -> Iterator[Pair]:
-        given = EngineOptions(listen="127.0.0.1:0", transports=(self.name,), **options)
-        near = TransferEngine(given)
-        if place == "thread":
-            far = Far(given)
-            thread = threading.Thread(target=far.serve)
-            thread.start()
-            try:
-                yield Pair(near, far.engine.address)
-            finally:
-                near.close()
-                far.engine.close()
-                thread.join()
-            return
-        process = start_far(given)
-        try:
-            yield Pair(near, process.stdout.readline().strip(), process)
-        finally:
-            near.close()
-            process.kill()
-            process.communicate()
-
-    @pytest.fixture
-    def two(self, place: str) -> Iterator[Pair]:
-        with self.pair(place) as pair:
-            yield pair
-
+class TransportBattery(LifetimeBattery):
     # ---- messages
 
     def test_the_transport_is_the_one_that_was_asked_for(self, two: Pair) -> None:
@@ -191,8 +111,7 @@ class TransportBattery:
             )
             busy.start()
             with pytest.raises(TransferTimeout):
-                for _ in range(1000):
-                    two.peer.send(NOTE, bytes(1 << 14), timeout_ms=100)
+                send_for_ever(two)
             target = np.zeros(PART, np.uint8)
             two.near.read(two.peer, slices_for(flag, target, [(0, PART)]), timeout_ms=MS)
             assert np.array_equal(target, pattern(PART, 7))
@@ -395,147 +314,3 @@ class TransportBattery:
                 two.peer.map(region, timeout_ms=MS)
         with pytest.raises(AccessRefused):
             two.peer.map(heap, timeout_ms=MS)
-
-    # ---- memory that goes away
-
-    def test_a46_raw_memory_that_was_unmapped_fails_its_slices_only(self, two: Pair) -> None:
-        region, _ = two.tell("register_raw", nbytes=2 * PART)
-        other = two.region(PART)
-        target = np.zeros(2 * PART, np.uint8)
-        whole = slices_for(region, target, [(0, 2 * PART)])
-        two.near.read(two.peer, whole, timeout_ms=MS)
-        assert np.array_equal(target, pattern(2 * PART, 7))
-        two.tell("unmap", region=region)
-        for nbytes in (64, PART, 2 * PART):
-            gone = slices_for(region, target, [(0, nbytes)])
-            with pytest.raises(AccessRefused, match="not mapped any more"):
-                two.near.read(two.peer, gone, timeout_ms=MS)
-            with pytest.raises(AccessRefused):
-                two.near.write(two.peer, gone, timeout_ms=MS)
-        both = slices_for(other, target, [(0, PART), (0, 64)])
-        both["region"][1] = region
-        with pytest.raises(AccessRefused):
-            two.near.read(two.peer, both, timeout_ms=MS)
-        assert both["status"].tolist() == [0, -AccessRefused.code]
-        assert two.peer.request(ECHO, b"alive", timeout_ms=MS) == b"alive"
-
-    def test_after_deregistering_nothing_is_written_there(self, two: Pair) -> None:
-        """Writes of the peer are on their way when the owner takes its memory back."""
-        if two.process is None:
-            pytest.skip("the far side would have to write while it deregisters")
-        memory = np.zeros(16 * PART, np.uint8)
-        for kind in ("memfd", "heap"):
-            source = two.region(16 * PART, kind, "read_write")
-            for _ in range(3):
-                region = two.near.register(memory, access="read_write")
-                two.peer.send(
-                    COMMAND, json.dumps({"do": "write_to_sender", "region": region.id,
-                                         "source": source, "nbytes": memory.size}).encode(),
-                    timeout_ms=MS,
-                )  # fmt: skip
-                two.peer.request(ECHO, b"", timeout_ms=MS) if kind == "memfd" else None
-                region.close()
-                memory[:] = 0xAA
-                assert two.peer.request(ECHO, b"x", timeout_ms=MS) == b"x"
-                assert (memory == 0xAA).all()
-
-    # ---- the end of a peer
-
-    def test_waiters_end_when_the_engine_closes(self, two: Pair) -> None:
-        ended: list[type[Exception] | None] = []
-        started = threading.Barrier(3)
-
-        def ask() -> None:
-            started.wait()
-            with pytest.raises(MooncakeError) as failure:
-                two.peer.request(SILENCE, b"", timeout_ms=MS)
-            ended.append(failure.type)
-
-        def listen() -> None:
-            started.wait()
-            assert two.near.inbox.receive(MS) is None
-            ended.append(None)
-
-        threads = [threading.Thread(target=work) for work in (ask, listen)]
-        for thread in threads:
-            thread.start()
-        started.wait()
-        two.near.close()
-        for thread in threads:
-            thread.join()
-        assert None in ended
-        # PeerUnreachable: it had not begun to wait when the engine closed.
-        assert set(ended) - {None} <= {TransferCancelled, PeerUnreachable}
-        assert len(ended) == 2
-
-    def test_a43_waiters_end_when_the_peer_dies(self, two: Pair) -> None:
-        failures: list[BaseException] = []
-        asking = threading.Event()
-
-        def ask() -> None:
-            asking.set()
-            with pytest.raises(PeerUnreachable) as failure:
-                two.peer.request(SILENCE, b"", timeout_ms=MS)
-            failures.append(failure.value)
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        asking.wait()
-        if two.process is not None:
-            two.process.kill()
-        else:
-            two.tell("stop")
-        thread.join()
-        assert len(failures) == 1
-        with pytest.raises(PeerUnreachable):
-            two.peer.request(ECHO, b"", timeout_ms=MS)
-        with pytest.raises(PeerUnreachable):
-            assert two.peer.transport
-
-    def test_a42_a_restarted_peer_is_a_new_peer(self, two: Pair) -> None:
-        if two.process is None:
-            two.tell("stop")
-        else:
-            two.process.kill()
-            two.process.communicate()
-        with pytest.raises(MooncakeError):
-            two.peer.request(SILENCE, b"", timeout_ms=MS)
-        options = EngineOptions(listen=two.address, transports=(self.name,))
-        far = Far(options)
-        thread = threading.Thread(target=far.serve)
-        thread.start()
-        again = two.near.open(two.address, timeout_ms=MS)
-        assert again.id != two.peer.id
-        assert again.request(ECHO, b"back", timeout_ms=MS) == b"back"
-        far.engine.close()
-        thread.join()
-
-    def test_after_a_timeout_nothing_is_written(self, two: Pair) -> None:
-        """A peer that is stopped in the middle and goes on later finds no memory to write."""
-        if two.process is None:
-            pytest.skip("only a process can be stopped")
-        region = two.region(64 * PART, "heap")
-        target = np.zeros(64 * PART, np.uint8)
-        slices = slices_for(region, target, [(0, 64 * PART)])
-        slices["op"] = 1
-        batch = two.near.submit(two.peer, slices, timeout_ms=MS)
-        os.kill(two.process.pid, signal.SIGSTOP)
-        batch.cancel()
-        target[:] = 0xAA
-        with pytest.raises(TransferTimeout):
-            two.peer.request(ECHO, b"", timeout_ms=50)
-        os.kill(two.process.pid, signal.SIGCONT)
-        assert two.peer.request(ECHO, b"on", timeout_ms=MS) == b"on"
-        assert (target == 0xAA).all()
-
-
-def start_far(options: EngineOptions) -> Any:
-    given = {name: value for name, value in asdict(options).items() if name != "faults"}
-    return subprocess.Popen(
-        [sys.executable, FAR_PROGRAM, json.dumps(given)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )

@@ -31,10 +31,10 @@ def pattern(nbytes: int, seed: int) -> np.ndarray:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
+    end, pause = time.monotonic() + seconds, threading.Event()
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.001)
+        pause.wait(0.001)
 
 
 class Far:

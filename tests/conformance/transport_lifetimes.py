@@ -1,0 +1,158 @@
+"""What every transport promises when memory, batches, peers or engines come to their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+from transport_far import COMMAND, ECHO, SILENCE, Far, pattern
+from transport_pair import MS, PART, Pair, PairedEngines, slices_for
+
+from mooncake_py.errors import (
+    AccessRefused,
+    MooncakeError,
+    PeerUnreachable,
+    TransferCancelled,
+    TransferTimeout,
+)
+from mooncake_py.transfer import (
+    EngineOptions,
+)
+
+
+class LifetimeBattery(PairedEngines):
+    # ---- memory that goes away
+
+    def test_a46_raw_memory_that_was_unmapped_fails_its_slices_only(self, two: Pair) -> None:
+        region, _ = two.tell("register_raw", nbytes=2 * PART)
+        other = two.region(PART)
+        target = np.zeros(2 * PART, np.uint8)
+        whole = slices_for(region, target, [(0, 2 * PART)])
+        two.near.read(two.peer, whole, timeout_ms=MS)
+        assert np.array_equal(target, pattern(2 * PART, 7))
+        two.tell("unmap", region=region)
+        for nbytes in (64, PART, 2 * PART):
+            gone = slices_for(region, target, [(0, nbytes)])
+            with pytest.raises(AccessRefused, match="not mapped any more"):
+                two.near.read(two.peer, gone, timeout_ms=MS)
+            with pytest.raises(AccessRefused):
+                two.near.write(two.peer, gone, timeout_ms=MS)
+        both = slices_for(other, target, [(0, PART), (0, 64)])
+        both["region"][1] = region
+        with pytest.raises(AccessRefused):
+            two.near.read(two.peer, both, timeout_ms=MS)
+        assert both["status"].tolist() == [0, -AccessRefused.code]
+        assert two.peer.request(ECHO, b"alive", timeout_ms=MS) == b"alive"
+
+    def test_after_deregistering_nothing_is_written_there(self, two: Pair) -> None:
+        """Writes of the peer are on their way when the owner takes its memory back."""
+        if two.process is None:
+            pytest.skip("the far side would have to write while it deregisters")
+        memory = np.zeros(16 * PART, np.uint8)
+        for kind in ("memfd", "heap"):
+            source = two.region(16 * PART, kind, "read_write")
+            for _ in range(3):
+                region = two.near.register(memory, access="read_write")
+                two.peer.send(
+                    COMMAND, json.dumps({"do": "write_to_sender", "region": region.id,
+                                         "source": source, "nbytes": memory.size}).encode(),
+                    timeout_ms=MS,
+                )  # fmt: skip
+                two.peer.request(ECHO, b"", timeout_ms=MS) if kind == "memfd" else None
+                region.close()
+                memory[:] = 0xAA
+                assert two.peer.request(ECHO, b"x", timeout_ms=MS) == b"x"
+                assert (memory == 0xAA).all()
+
+    # ---- the end of a peer
+
+    def test_waiters_end_when_the_engine_closes(self, two: Pair) -> None:
+        ended: list[type[Exception] | None] = []
+        started = threading.Barrier(3)
+
+        def ask() -> None:
+            started.wait()
+            with pytest.raises(MooncakeError) as failure:
+                two.peer.request(SILENCE, b"", timeout_ms=MS)
+            ended.append(failure.type)
+
+        def listen() -> None:
+            started.wait()
+            assert two.near.inbox.receive(MS) is None
+            ended.append(None)
+
+        threads = [threading.Thread(target=work) for work in (ask, listen)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        two.near.close()
+        for thread in threads:
+            thread.join()
+        assert None in ended
+        # PeerUnreachable: it had not begun to wait when the engine closed.
+        assert set(ended) - {None} <= {TransferCancelled, PeerUnreachable}
+        assert len(ended) == 2
+
+    def test_a43_waiters_end_when_the_peer_dies(self, two: Pair) -> None:
+        failures: list[BaseException] = []
+        asking = threading.Event()
+
+        def ask() -> None:
+            asking.set()
+            with pytest.raises(PeerUnreachable) as failure:
+                two.peer.request(SILENCE, b"", timeout_ms=MS)
+            failures.append(failure.value)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        asking.wait()
+        if two.process is not None:
+            two.process.kill()
+        else:
+            two.tell("stop")
+        thread.join()
+        assert len(failures) == 1
+        with pytest.raises(PeerUnreachable):
+            two.peer.request(ECHO, b"", timeout_ms=MS)
+        with pytest.raises(PeerUnreachable):
+            assert two.peer.transport
+
+    def test_a42_a_restarted_peer_is_a_new_peer(self, two: Pair) -> None:
+        if two.process is None:
+            two.tell("stop")
+        else:
+            two.process.kill()
+            two.process.communicate()
+        with pytest.raises(MooncakeError):
+            two.peer.request(SILENCE, b"", timeout_ms=MS)
+        options = EngineOptions(listen=two.address, transports=(self.name,))
+        far = Far(options)
+        thread = threading.Thread(target=far.serve)
+        thread.start()
+        again = two.near.open(two.address, timeout_ms=MS)
+        assert again.id != two.peer.id
+        assert again.request(ECHO, b"back", timeout_ms=MS) == b"back"
+        far.engine.close()
+        thread.join()
+
+    def test_after_a_timeout_nothing_is_written(self, two: Pair) -> None:
+        """A peer that is stopped in the middle and goes on later finds no memory to write."""
+        if two.process is None:
+            pytest.skip("only a process can be stopped")
+        region = two.region(64 * PART, "heap")
+        target = np.zeros(64 * PART, np.uint8)
+        slices = slices_for(region, target, [(0, 64 * PART)])
+        slices["op"] = 1
+        batch = two.near.submit(two.peer, slices, timeout_ms=MS)
+        os.kill(two.process.pid, signal.SIGSTOP)
+        batch.cancel()
+        target[:] = 0xAA
+        with pytest.raises(TransferTimeout):
+            two.peer.request(ECHO, b"", timeout_ms=50)
+        os.kill(two.process.pid, signal.SIGCONT)
+        assert two.peer.request(ECHO, b"on", timeout_ms=MS) == b"on"
+        assert (target == 0xAA).all()
