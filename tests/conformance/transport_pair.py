@@ -30,6 +30,23 @@ SIZES = [0, 1, 63, 4096, 8192, 8193, 65_536, PART - 1, PART, PART + 1, 3 * PART 
 FAR_PROGRAM = str(Path(__file__).with_name("transport_far.py"))
 
 
+# Places of the far process, by the command that makes them. Neither a foreign user nor a process
+# in a pid namespace may look into the memory of ours.
+ELSEWHERE: dict[str, list[str]] = {
+    "process": [],
+    "foreign": ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"],
+    "hidden": ["unshare", "--pid", "--fork", "--kill-child"],
+}
+
+
+def can_be(place: str) -> bool:
+    """Whether this machine lets us make the place: root, and files that others may read."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import mooncake_py.transfer"
+    root = str(Path(__file__).parents[2])
+    command = [*ELSEWHERE[place], sys.executable, "-I", "-c", code, root]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 class Pair:
     """An engine here, one there, and the peer that joins them."""
 
@@ -89,7 +106,7 @@ class PairedEngines:
                 far.engine.close()
                 thread.join()
             return
-        process = start_far(given)
+        process = start_far(given, ELSEWHERE[place])
         try:
             yield Pair(near, process.stdout.readline().strip(), process)
         finally:
@@ -103,10 +120,10 @@ class PairedEngines:
             yield pair
 
 
-def start_far(options: EngineOptions) -> Any:
+def start_far(options: EngineOptions, prefix: list[str] = ELSEWHERE["process"]) -> Any:
     given = {name: value for name, value in asdict(options).items() if name != "faults"}
     return subprocess.Popen(
-        [sys.executable, FAR_PROGRAM, json.dumps(given)],
+        [*prefix, sys.executable, FAR_PROGRAM, json.dumps(given)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
