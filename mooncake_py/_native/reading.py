@@ -51,12 +51,9 @@ class Destinations:
     ranges: Sequence[tuple[int, int]] | None = None
 
 
-def read_mapped(
-    table: MappedTable, rows: bytes, count: int, now_ms: int, to: Destinations
-) -> list[int] | None:
+def read_mapped(table: MappedTable, rows: bytes, count: int, to: Destinations) -> list[int] | None:
     """Read `count` EXTENT rows. None: all of them are good; else a status each, native sign:
-    a lease that has ended, NOT_MAPPED for a segment that is not mapped here, and the others of
-    native/abi/memory.h."""
+    NOT_MAPPED for a segment that is not mapped here, else as in native/abi/memory.h."""
     pointers = ffi.new(_POINTERS, to.pointers)
     statuses = ffi.new(_STATUSES, count)
     failed = lib.mc_extent_read_mapped(
@@ -64,7 +61,6 @@ def read_mapped(
         table.count,
         ffi.from_buffer(_ROWS, rows),
         count,
-        now_ms,
         ffi.NULL if to.ranges is None else ffi.new(_RANGES, to.ranges),
         ffi.NULL if to.ends is None else ffi.new(_WORDS, to.ends),
         ffi.cast(_WORD_POINTER, pointers),

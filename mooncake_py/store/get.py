@@ -1,7 +1,7 @@
 """A batch get: placements from the cache or one Locate, one native read, replicas in turn.
 
     names --cache--> rows --native read, one call for all mapped segments--> done
-              |                  | lease over, or another generation there: forget, ask the master
+              |                  | another generation there: forget, ask the master
               +--Locate----------+ node or memory broken: report, next replica
 
 Every key carries the rows of its replicas. A round reads the first row of each key that is open
@@ -12,6 +12,9 @@ broken: it is reported, avoided for a while, and the next replica is tried. As l
 another one, a node that does not answer gets a part of the deadline only. A key with none left is
 a miss, or an integrity error when memory contradicted its own checksum. The number of questions in
 one call is bounded, and so is everything by the deadline.
+
+Leases are looked at once, before the read begins: a batch that takes longer than its leases is
+judged by what its headers say, not by a clock.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.transfer import TransferEngine
 from mooncake_py.wire.rows import EXTENT
 
-QUESTIONS_MAX = 4  # Locates of one call: the first, and after leases that ended meanwhile
+QUESTIONS_MAX = 4  # Locates of one call: the first, and after placements that proved stale
 PATIENCE_MS = 500  # with a node while there are other replicas, besides the time for the bytes
 PATIENCE_BYTES_PER_MS = 100_000
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
@@ -102,7 +105,7 @@ class BatchReader:
         self._master = master
         self._tenant = tenant
         self._clock = clock
-        self._remote = RemoteReader(engine, directory, clock)
+        self._remote = RemoteReader(engine, directory)
         self.cache = PlacementCache()
 
     # --- where ---
@@ -136,10 +139,12 @@ class BatchReader:
         return int(leases.min()) < self._clock.now_ms()
 
     def _plan(self, call: _Open) -> None:
-        """From the cache; what it does not know, from the master."""
+        """From the cache; what it does not know, or whose lease has ended, from the master."""
         names = call.names
         found = self.cache.find(names)
-        unknown = [i for i, rows in enumerate(found) if rows is None] if None in found else []
+        unknown: list[int] = []
+        if None in found or self._ended(b"".join(cast("list[bytes]", found))):
+            unknown = [i for i, rows in enumerate(found) if rows is None or self._ended(rows)]
         call.plans = cast("list[bytes]", found)  # None is replaced below
         call.result.codes = [errors.OK] * len(names)
         if unknown:
@@ -258,8 +263,7 @@ class BatchReader:
 
     def _attempt(self, rows: bytes, to: Destinations, deadline: Deadline) -> list[int] | None:
         """One status a row, native sign; None: all good. Never raises for what nodes do."""
-        count, now_ms = len(rows) // ROW_BYTES, self._clock.now_ms()
-        statuses = read_mapped(self._directory.table, rows, count, now_ms, to)
+        statuses = read_mapped(self._directory.table, rows, len(rows) // ROW_BYTES, to)
         if statuses is None or NOT_MAPPED not in statuses:
             return statuses
         self._remote.read(rows, to, statuses, deadline)
@@ -271,18 +275,15 @@ class BatchReader:
         again: list[int] = []
         stale: list[int] = []
         table = np.frombuffer(rows, EXTENT)
-        now_ms = self._clock.now_ms()
         for at, (i, status) in enumerate(zip(todo, statuses, strict=True)):
             code = call.result.codes[i] = -status
             if code == errors.OK:
                 continue
             call.plans[i] = call.plans[i][ROW_BYTES:]
-            row = table[at]
-            ended = code == _STALE and int(row["expires_ms"]) < now_ms
-            if ended or (code in (_STALE, _TOO_SMALL) and i not in call.fresh):
+            if code in (_STALE, _TOO_SMALL) and i not in call.fresh:
                 stale.append(i)
             elif code != _TOO_SMALL:
-                self._broken(call, i, row, code)
+                self._broken(call, i, table[at], code)
                 if call.plans[i]:
                     again.append(i)
                 elif i not in call.fresh:

@@ -59,7 +59,7 @@ class PlacementCache:
         return len(self._young) + len(self._old)
 
     def find(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The rows of each key, or None. Their leases may have ended: the reader looks."""
+        """The rows of each key, or None. Their leases may have ended: the reader looks, once."""
         found: list[bytes | None] = list(map(self._young.get, names))
         old = self._old
         if old and None in found:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mooncake_py import errors
 from mooncake_py._native import ffi, memory
 from mooncake_py._native.reading import NOT_MAPPED, Destinations, read_mapped
-from mooncake_py.clock import Clock, Deadline
+from mooncake_py.clock import Deadline
 from mooncake_py.errors import MooncakeError
 from mooncake_py.model import EXTENT_HEADER_BYTES
 from mooncake_py.store.buffers import Pieces
@@ -52,10 +52,9 @@ class _Flight:
 class RemoteReader:
     """Any thread may use it."""
 
-    def __init__(self, engine: TransferEngine, directory: SegmentDirectory, clock: Clock) -> None:
+    def __init__(self, engine: TransferEngine, directory: SegmentDirectory) -> None:
         self._engine = engine
         self._directory = directory
-        self._clock = clock
 
     def read(self, rows: bytes, to: Destinations, statuses: list[int], deadline: Deadline) -> None:
         """Read the rows whose status is NOT_MAPPED; `statuses` changes in place."""
@@ -94,9 +93,7 @@ class RemoteReader:
             return None
         mine, places = table[which], select(to, which)
         if reach.mapping is not None:
-            found = read_mapped(
-                self._directory.table, mine.tobytes(), len(which), self._clock.now_ms(), places
-            )
+            found = read_mapped(self._directory.table, mine.tobytes(), len(which), places)
             _set(statuses, which, found or [0] * len(which))
             return None
         fits = _fits(mine, places)

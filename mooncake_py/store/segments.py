@@ -116,8 +116,18 @@ class SegmentDirectory:
             reach = self._connect(segment, deadline)
             with self._lock:
                 self._open[segment.segment_id] = reach
+                self._drop_dead()
                 self._publish()
             return reach
+
+    def _drop_dead(self) -> None:
+        """A node that is gone is not to keep its memory alive in here for ever: when another is
+        met, mappings of dead ones go."""
+        for segment_id, reach in list(self._open.items()):
+            try:
+                _ = reach.peer.transport
+            except MooncakeError:
+                del self._open[segment_id]
 
     def _connect(self, segment: Segment, deadline: Deadline) -> Reach:
         peer = self._engine.open(segment.address, timeout_ms=deadline.left_ms())

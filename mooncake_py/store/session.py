@@ -32,7 +32,6 @@ from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
 from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.wire.rows import EXTENT
 
-FOREVER_MS = (1 << 63) - 1
 PIECE_ALIGN_BYTES = 64
 
 Locate = Callable[[], list[bytes]]
@@ -56,16 +55,15 @@ class ReadSession:
         self.lengths = [_column(rows, "length") for rows in self._rows]
 
     def _renew(self) -> None:
-        """New leases, and rows that do not end by the clock: headers say what is still there."""
+        """New leases; and what is another object by now is not ours any more."""
         found = self._locate()
         now_ms = self._now_ms()
         leases = [_column(rows, "expires_ms") for rows in found if rows]
         self._renew_at_ms = now_ms + max(1, min(leases, default=now_ms) - now_ms) * 2 // 3
-        lasting = list(map(_lasting, found))
         if not self._rows:
-            self._rows = lasting
+            self._rows = found
             return
-        for i, (old, new) in enumerate(zip(self._rows, lasting, strict=True)):
+        for i, (old, new) in enumerate(zip(self._rows, found, strict=True)):
             same = old and new and _column(old, "generation") == _column(new, "generation")
             self._rows[i] = new if same else b""
 
@@ -97,13 +95,6 @@ class ReadSession:
 
 def _column(rows: bytes, name: str) -> int:
     return int(np.frombuffer(rows, EXTENT)[name][0]) if rows else 0
-
-
-def _lasting(rows: bytes) -> bytes:
-    table = np.frombuffer(rows, EXTENT).copy()
-    table["expires_ms"] = FOREVER_MS
-    raw: bytes = table.tobytes()
-    return raw
 
 
 class WriteSession:

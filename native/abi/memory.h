@@ -77,16 +77,14 @@ typedef struct mc_range {
 } mc_range;
 
 /* mc_extent_read over many segments and scattered destinations, in one call.
- * rows[i].segment_index names one of `segments`; a row whose expires_ms (here: of the reader's
- * lease) is before now_ms is not looked at. ranges[i] (null: whole payloads) is what is wanted of
- * row i; it goes into destinations[j], capacities[j] for j in [piece_ends[i-1], piece_ends[i])
+ * rows[i].segment_index names one of `segments`; ranges[i] (null: whole payloads) is what is wanted
+ * of row i. It goes into destinations[j], capacities[j] for j in [piece_ends[i-1], piece_ends[i])
  * (null: destination i alone), one after the other; room beyond it stays as it is. The crc is
  * compared when a whole payload is read; a part has the two readings of the header only.
- * statuses[i]: as of mc_extent_read, and MC_E_LEASE_EXPIRED for an ended lease,
- * MC_E_PEER_UNREACHABLE for a segment that is not mapped, MC_E_USAGE for a range outside the
- * payload. Answers how many rows have a status other than 0, or MC_E_USAGE. */
+ * statuses[i]: as of mc_extent_read, and MC_E_PEER_UNREACHABLE for a segment that is not mapped,
+ * MC_E_USAGE for a range outside the payload. Answers how many rows have a status other than 0, or MC_E_USAGE. */
 int64_t mc_extent_read_mapped(const mc_mapped *segments, uint64_t segment_count,
-                              const mc_extent_row *rows, uint64_t n, uint64_t now_ms,
+                              const mc_extent_row *rows, uint64_t n,
                               const mc_range *ranges, const uint64_t *piece_ends,
                               const uint64_t *destinations, const uint64_t *capacities,
                               int32_t *statuses);

@@ -144,3 +144,45 @@ def test_f05_probes_do_not_prevent_eviction(counted: Cluster, store: StoreClient
         store.put(f"new/{i}", bytes(MIB), timeout_ms=5_000)
     assert status(counted).counters["evictions"] > before
     assert store.exists(probed) == [False] * 16
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a12_a_batch_that_takes_longer_than_its_leases_does_not_fail(transport: str) -> None:
+    arguments = ["--set", "lease_ms=20"]
+    options = ClusterOptions(segment_bytes=64 * MIB, master_arguments=arguments)
+    with Cluster(options) as cluster, StoreClient(cluster.address) as writer:
+        keys = [f"a12/{i}" for i in range(3_000)]
+        values = [i.to_bytes(4, "big") * 5_000 for i in range(3_000)]
+        assert writer.put_batch(keys, values, timeout_ms=60_000) == [None] * 3_000
+        with StoreClient(cluster.address, transports=(transport,)) as reader:
+            for _ in range(3):
+                assert reader.get_batch(keys, timeout_ms=60_000) == values
+
+
+def test_a51_five_thousand_small_calls_at_once_do_not_deadlock(store: StoreClient) -> None:
+    failures: list[object] = []
+    start = threading.Event()
+
+    def work(worker: int) -> None:
+        start.wait(60)
+        key = f"storm/{worker}"
+        try:
+            store.put(key, key.encode(), timeout_ms=60_000)
+            if not store.exists(key, timeout_ms=60_000):
+                failures.append(key)
+            for _ in range(3):
+                if store.get(key, timeout_ms=60_000) != key.encode():
+                    failures.append(key)
+            store.get_batch([key, "storm/none"], timeout_ms=60_000)
+            store.remove(key, force=True, timeout_ms=60_000)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(800)]
+    for thread in threads:
+        thread.start()
+    start.set()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert failures == []

@@ -131,7 +131,10 @@ def test_f52_a_cancelled_get_lets_its_buffer_go(counted: Cluster) -> None:
                 await waiting
             await store.drained()
             del waiting
-            await asyncio.sleep(0)
+            for _ in range(500):  # the worker thread lets go a moment after its result is there
+                if sys.getrefcount(target) == held:
+                    break
+                await asyncio.sleep(0.01)
             assert sys.getrefcount(target) == held
             target.extend(b"resizable again")
 

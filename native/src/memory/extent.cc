@@ -281,7 +281,7 @@ int32_t mc_extent_read(uint64_t base, uint64_t segment_nbytes, const mc_extent_r
 }
 
 int64_t mc_extent_read_mapped(const mc_mapped* segments, uint64_t segment_count,
-                              const mc_extent_row* rows, uint64_t n, uint64_t now_ms,
+                              const mc_extent_row* rows, uint64_t n,
                               const mc_range* ranges, const uint64_t* piece_ends,
                               const uint64_t* destinations, const uint64_t* capacities,
                               int32_t* statuses) {
@@ -300,7 +300,6 @@ int64_t mc_extent_read_mapped(const mc_mapped* segments, uint64_t segment_count,
     const uint64_t ahead = i + mc::memory::kPrefetchRows;
     if (ahead < n) segment_of(ahead).prefetch(rows[ahead]);
     const mc_extent_row& row = rows[i];
-    if (now_ms > row.expires_ms) return MC_E_LEASE_EXPIRED;
     const Segment segment = segment_of(i);
     if (!segment.valid()) return MC_E_PEER_UNREACHABLE;
     const uint64_t first = piece_ends == nullptr ? i : i == 0 ? 0 : piece_ends[i - 1];
