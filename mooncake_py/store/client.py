@@ -33,7 +33,7 @@ from mooncake_py.model import (
     TENANT_MAX_BYTES,
     ReplicaPolicy,
 )
-from mooncake_py.store.arguments import check_ranges, key_names
+from mooncake_py.store.arguments import check_ranges, check_timeout, key_names, text_bytes
 from mooncake_py.store.buffers import source_pieces, target_pieces
 from mooncake_py.store.calls import CallGate
 from mooncake_py.store.explain import Explanation, explain
@@ -95,7 +95,8 @@ class StoreClient:
         timeout_ms: int = 10_000,
         clock: Clock | None = None,
     ) -> None:
-        if not 1 <= len(tenant.encode()) <= TENANT_MAX_BYTES:
+        check_timeout(timeout_ms)
+        if not 1 <= len(text_bytes("tenant", tenant)) <= TENANT_MAX_BYTES:
             raise UsageError(f"a tenant's name has 1 to {TENANT_MAX_BYTES} bytes", tenant=tenant)
         self._tenant = tenant
         self._timeout_ms = timeout_ms
@@ -429,7 +430,10 @@ class StoreClient:
             with self._calls:
                 deadline = self._deadline(timeout_ms)
                 page = self._master.list(
-                    self._tenant, prefix.encode(), after=after, timeout_ms=deadline.left_ms()
+                    self._tenant,
+                    text_bytes("prefix", prefix),
+                    after=after,
+                    timeout_ms=deadline.left_ms(),
                 )
             lengths, replicas = page.lengths.tolist(), page.replicas.tolist()
             for key, nbytes, count in zip(page.keys, lengths, replicas, strict=True):
@@ -456,6 +460,5 @@ class StoreClient:
 
     def _deadline(self, timeout_ms: int | None) -> Deadline:
         chosen = self._timeout_ms if timeout_ms is None else timeout_ms
-        if chosen <= 0:
-            raise UsageError("timeout_ms is a positive number of milliseconds", timeout_ms=chosen)
+        check_timeout(chosen)
         return Deadline(chosen, self._clock)
