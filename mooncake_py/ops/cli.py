@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from mooncake_py.config import size_bytes
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
+from mooncake_py.model import RELEASE
 from mooncake_py.ops.doctor import examine
 from mooncake_py.ops.replay import ReplayOptions, replay
 from mooncake_py.ops.report import as_dict, render
@@ -47,6 +48,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="answer in JS
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(RELEASE, package_name="mooncake_py", prog_name="mooncake")
 def cli() -> None:
     """Tools for a mooncake_py cluster."""
 
@@ -108,9 +110,9 @@ def rm(keys: tuple[str, ...], force: bool, master: str, timeout_ms: int, as_json
     with StoreClient(master, timeout_ms=timeout_ms) as store:
         outcomes = store.remove(list(keys), force=force)
     assert isinstance(outcomes, list)
-    kept = {key: str(o) for key, o in zip(keys, outcomes, strict=True) if o is not None}
+    kept = {key: o.cause for key, o in zip(keys, outcomes, strict=True) if o is not None}
     gone = len(keys) - len(kept)
-    words = [f"{gone} gone", *(f"kept: {why}" for why in kept.values())]
+    words = [f"{gone} gone", *(f"kept: {key}: {why}; try --force" for key, why in kept.items())]
     answer(as_json, {"gone": gone, "kept": kept}, *words)
     if kept:
         sys.exit(EXIT_FAILURE)

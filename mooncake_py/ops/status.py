@@ -37,7 +37,7 @@ class ClusterStatus:
             full = node.used_bytes / max(1, node.segment_bytes)
             yield f"node      {node.name} at {node.address}: {node.state}, {full:.1%} full"
         for name, value in sorted(self.counters.items()):
-            yield f"counter   {name} {value:g}"
+            yield f"counter   {name} {value:,.12g}"
 
 
 def cluster_status(master: str, timeout_ms: int) -> ClusterStatus:
