@@ -45,7 +45,8 @@ from mooncake_py.master.membership import GONE, Segment
 from mooncake_py.master.replay import RestoreReport
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.shadow import Shadow
-from mooncake_py.master.state import CatalogState, Work
+from mooncake_py.master.state import CatalogState
+from mooncake_py.master.work import Work
 from mooncake_py.model import EXTENT_ALIGN_BYTES
 
 _TENANTS_SHOWN = 100  # of a status
@@ -54,12 +55,15 @@ _HOUSEKEEPING_MS = 10_000
 
 
 def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
-    """Everything that time does."""
+    """Everything that time does, in steps of bounded size."""
     work = Work()
+    step = state.settings.step_max
     state.order.retry()
-    state.expire_grants(work, now_ms)
-    state.free_rested(now_ms)
-    state.end_ttls(work, now_ms)
+    more = state.expire_grants(work, now_ms, step)
+    more |= state.free_rested(now_ms, step)
+    more |= state.end_ttls(work, now_ms, step)
+    if command.evict_max:
+        more |= state.trim_tenants(work, now_ms, step)
     nodes.judge(state, work, now_ms)
     nodes.reclaim(state, work, now_ms)
     _evict_to_watermark(state, work, command.evict_max, now_ms)
@@ -74,7 +78,7 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
             }
     if state.doubts:
         state.doubts = {which: until for which, until in state.doubts.items() if until > now_ms}
-    return work.done(Done(), now_ms)
+    return work.done(Done(more), now_ms)
 
 
 def _evict_to_watermark(state: CatalogState, work: Work, count_max: int, now_ms: int) -> None:

@@ -72,6 +72,7 @@ class Remove:
     force: bool = False
     all: bool = False  # every object of the tenant whose key begins with `prefix`
     prefix: bytes = b""
+    cursor: bytes = b""  # with all: of the answer before, to go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,8 @@ class Unmount:
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: expire grants, leases, TTLs and pins, judge nodes, evict down to the low
-    watermark (at most `evict_max` objects a tick). Sent every `CatalogSettings.tick_ms`."""
+    watermark (at most `evict_max` objects a tick). Of everything else a tick does at most
+    `CatalogSettings.step_max`. Sent every `CatalogSettings.tick_ms`."""
 
     evict_max: int = 1000
 
@@ -177,6 +179,7 @@ class Statuses:
     status: bytes = b""
     removed: int = 0
     kept: int = 0
+    cursor: bytes = b""  # of a removal of all; not empty: there is more, ask again with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +273,10 @@ class StatusInfo:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Answer of Heartbeat, Unmount, Tick, SetQuota."""
+    """Answer of Heartbeat, Unmount, Tick, SetQuota. `more`: this tick left work that was due; let
+    the next one come soon."""
+
+    more: bool = False
 
 
 Reply = (

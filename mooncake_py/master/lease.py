@@ -37,6 +37,10 @@ class RestingExtents:
     def add(self, until_ms: int, segment_id: int, start: int, units: int) -> None:
         heapq.heappush(self._heap, (until_ms, segment_id, start, units))
 
+    def due(self, now_ms: int) -> bool:
+        """Has the time of any come?"""
+        return bool(self._heap) and self._heap[0][0] <= now_ms
+
     def ended(self, now_ms: int) -> Iterator[tuple[int, int, int]]:
         """Take out (segment id, start, units) of those whose time has come."""
         heap = self._heap

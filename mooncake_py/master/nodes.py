@@ -11,7 +11,8 @@ from mooncake_py.master.commands import Applied, Done, Heartbeat, Mount, Mounted
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, DRAINING, GONE, RETURNING, SUSPECT, Segment
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
-from mooncake_py.master.state import CatalogState, Work
+from mooncake_py.master.state import CatalogState
+from mooncake_py.master.work import Work
 
 _NAME_MAX_BYTES = 255
 _SEGMENT_MAX_BYTES = (PLACE_MASK + 1) * UNIT_BYTES

@@ -61,6 +61,7 @@ class ObjectTable:
         "soft_pins",
         "stamp",
         "tenant",
+        "tenant_column",
         "ttls",
     )
 
@@ -72,7 +73,8 @@ class ObjectTable:
         self.generation = Column("u8", capacity).one
         self.length = Column("u8", capacity).one
         self.stamp = Column("u8", capacity).one  # ms of the last Locate, or of the commit
-        self.tenant = Column("u2", capacity).one
+        self.tenant_column = Column("u2", capacity)
+        self.tenant = self.tenant_column.one
         self.flags = Column("u1", capacity).one
         self._free = array("I")  # slots below len(key) without an object
         self.more: dict[int, tuple[int, ...]] = {}  # places of replicas after the first

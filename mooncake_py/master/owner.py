@@ -42,6 +42,7 @@ from mooncake_py.wire.lane import HEARTBEAT, METHODS, PUT_END, Method
 log = logging.getLogger(__name__)
 
 LANE_BURST = 64  # messages taken from the lane between two served calls
+BEHIND_MS = 10  # from a tick that left work to the next one; calls are served in between
 DEFECT_PAUSE_MS = 1_000  # until the next tick after one that failed
 APPEND_BYTES = 256  # what a store keeps beside the records of one append, at most
 STALLED_MS = 2_000  # an owner that has not come round for this long makes the process unhealthy
@@ -236,6 +237,8 @@ class Owner:
         free = self._writer.obstacle() is None and self._gate(PUT_END, now_ms) is None
         evict_max = None if free else 0
         records = self._service.tick(now_ms, evict_max)
+        if self._service.behind:
+            self._next_tick_ms = now_ms + min(BEHIND_MS, self._limits.tick_ms)
         if records:
             self._record(records, [])
 

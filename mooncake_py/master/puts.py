@@ -36,8 +36,9 @@ from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, REPLICAS, SOFT_PIN
 from mooncake_py.master.placement import Placer, handicaps
 from mooncake_py.master.quotas import Allowance
-from mooncake_py.master.state import CatalogState, Work
+from mooncake_py.master.state import CatalogState
 from mooncake_py.master.tenant import Put, Tenant
+from mooncake_py.master.work import Work
 from mooncake_py.model import (
     BATCH_MAX_KEYS,
     EXTENT_ALIGN_BYTES,

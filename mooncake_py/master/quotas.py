@@ -2,7 +2,9 @@
 
 Rules. A quota counts what a tenant holds, complete and in writing, with headers and all replicas.
 A put beyond it meets the quota's policy (`tenant.Quota`). A quota that is set below what is held
-takes nothing away by itself; with `evict_own` the next put does. Pure.
+takes nothing away by itself; only with `evict_own` ticks do, `step_max` objects each. One put start
+evicts so many for the quota, too; what does not fit then is refused until the ticks are through.
+Pure.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 from mooncake_py.errors import UsageError
 from mooncake_py.master import records
 from mooncake_py.master.commands import Applied, Done, Refused, SetQuota, TenantInfo
-from mooncake_py.master.state import CatalogState, Work
+from mooncake_py.master.state import CatalogState
 from mooncake_py.master.tenant import EVICT_OWN, POLICIES, REJECT, Quota, Tenant
+from mooncake_py.master.work import Work
 from mooncake_py.model import EXTENT_ALIGN_BYTES
 
 
@@ -60,6 +63,7 @@ class Allowance:
         self._tenant = tenant
         self._units = 0  # granted by this put start and not yet accounted for
         self._keys = 0
+        self._evictions = state.settings.step_max  # that are left to it
 
     def take(self, work: Work, units: int, now_ms: int) -> bool:
         """One more key with so many units; False: beyond the quota, and nothing helped."""
@@ -69,8 +73,9 @@ class Allowance:
         while quota.policy in (REJECT, EVICT_OWN) and self._beyond(quota, units):
             if quota.policy == REJECT or not self._possible(quota, units):
                 return False
-            if not self._state.evict(work, 1, now_ms, 1, tenant):
+            if not self._evictions or not self._state.evict(work, 1, now_ms, 1, tenant):
                 return False
+            self._evictions -= 1
         self._units += units
         self._keys += 1
         return True

@@ -38,8 +38,9 @@ from mooncake_py.master.lease import lease_length_ms
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, DRAINING, SUSPECT
 from mooncake_py.master.objects import GROUP, LONG_LEASE, PLACE_BITS, PLACE_MASK, REPLICAS, TTL
-from mooncake_py.master.state import CatalogState, Work
+from mooncake_py.master.state import CatalogState
 from mooncake_py.master.tenant import Listing, Tenant
+from mooncake_py.master.work import Work
 from mooncake_py.model import BATCH_MAX_KEYS, EXTENT_ALIGN_BYTES, PLACEMENT_ROW
 
 _MISS = ObjectNotFound.code

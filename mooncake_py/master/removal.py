@@ -4,48 +4,69 @@ Rules. An absent key is OK. A leased object stays (OBJECT_LEASED) unless forced;
 stays likewise, so that pins are ended on purpose. A running grant is cancelled: its commit will be
 refused. Removal by prefix reaches only keys of the given tenant that begin with it, and counts what
 it removed and what it kept. The answer waits until this and every earlier record is durable, so
-that nothing comes back from the dead. Pure.
+that nothing comes back from the dead.
+
+Removal of all goes in steps, so that nobody waits long behind it: one call ends at most `step_max`
+objects and grants, looks at no more than `_LOOK_MAX` keys, and answers a cursor to go on with. The
+whole of it reaches what was granted before its first call, and nothing younger, or a removal under
+a steady stream of puts had no end. A cursor names the next slot to look at and that generation; one
+of another term begins at the first slot again, because slots are not the same there. Pure.
 """
 
 from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
 
 from mooncake_py.errors import OK, ObjectLeased, UsageError
 from mooncake_py.master.commands import Applied, Refused, Remove, Statuses
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN
-from mooncake_py.master.state import CatalogState, Work
-from mooncake_py.master.tenant import Tenant
+from mooncake_py.master.state import CatalogState
+from mooncake_py.master.tenant import Grant, Tenant
+from mooncake_py.master.work import Work
 from mooncake_py.model import BATCH_MAX_KEYS
+
+_CURSOR = struct.Struct("<QQQ")  # term, slot, generation
+_LOOK_MAX = 16_384  # keys of the tenant that one call looks at
+_STRIDE = 65_536  # slots that are compared with the tenant at once
+
+
+def _fault(command: Remove) -> str:
+    if command.all and command.keys:
+        return "remove takes keys or all, not both"
+    if command.prefix and not command.all:
+        return "prefix is for remove with all"
+    if command.cursor and not (command.all and len(command.cursor) == _CURSOR.size):
+        return "cursor is for remove with all, and comes from the answer before"
+    if len(command.keys) > BATCH_MAX_KEYS:
+        return f"{len(command.keys)} keys, at most {BATCH_MAX_KEYS} are allowed"
+    return ""
 
 
 def remove(state: CatalogState, command: Remove, now_ms: int) -> Applied:
-    keys = command.keys
-    if command.all and keys:
-        return Applied(Refused(UsageError.code, "remove takes keys or all, not both"))
-    if command.prefix and not command.all:
-        return Applied(Refused(UsageError.code, "prefix is for remove with all"))
-    if len(keys) > BATCH_MAX_KEYS:
-        return Applied(
-            Refused(UsageError.code, f"{len(keys)} keys, at most {BATCH_MAX_KEYS} are allowed")
-        )
+    fault = _fault(command)
+    if fault:
+        return Applied(Refused(UsageError.code, fault))
     tenant = state.tenants.find(command.tenant)
     if tenant is None:
-        return Applied(Statuses(bytes(len(keys))), durable_first=True)
+        return Applied(Statuses(bytes(len(command.keys))), durable_first=True)
     work = Work()
     work.durable = True  # also for absent keys: the record of their end may still be on its way
     if command.all:
-        keys = [
-            key for key in (*tenant.complete, *tenant.writing) if key.startswith(command.prefix)
-        ]
-    status = bytearray(len(keys))
+        return work.done(_RemoveAll(state, work, tenant, command, now_ms).run(), now_ms)
+    status = bytearray(len(command.keys))
     removed = kept = 0
-    for i, key in enumerate(keys):
+    for i, key in enumerate(command.keys):
         code, ended = _remove_one(state, work, tenant, key, command.force, now_ms)
         status[i] = code
         removed += ended
         kept += code != OK
-    reply = Statuses(b"" if command.all else bytes(status), removed, kept)
-    return work.done(reply, now_ms)
+    return work.done(Statuses(bytes(status), removed, kept), now_ms)
 
 
 def _remove_one(
@@ -64,3 +85,72 @@ def _remove_one(
         return OK, 0
     state.end_object(work, slot, Event.REMOVE, now_ms)
     return OK, 1
+
+
+@dataclass(slots=True)
+class _RemoveAll:
+    """One step of a removal of all. Grants go first: what is left below the limit of generations
+    is then complete, and the walk over the slots misses none of it."""
+
+    state: CatalogState
+    work: Work
+    tenant: Tenant
+    command: Remove
+    now_ms: int
+
+    def run(self) -> Statuses:
+        state, command = self.state, self.command
+        term, slot, limit = 0, 0, state.next_generation
+        if command.cursor:
+            term, slot, limit = _CURSOR.unpack(command.cursor)
+        if term != state.term:
+            slot = 0
+        step = state.settings.step_max
+        grants = list(islice(self._grants(limit), step))
+        for put, index in grants:
+            if index < len(put.keys) and self.tenant.writing.get(put.keys[index]) == (put, index):
+                state.end_grant(self.work, (put, index), Event.REMOVE, self.now_ms)
+        if len(grants) == step:
+            return Statuses(cursor=_CURSOR.pack(state.term, slot, limit))
+        return self._objects(slot, limit, step - len(grants))
+
+    def _grants(self, limit: int) -> Iterator[Grant]:
+        prefix = self.command.prefix
+        for key, (put, index) in self.tenant.writing.items():
+            if put.first + index < limit and key.startswith(prefix):
+                yield put, index
+
+    def _objects(self, first: int, limit: int, count_max: int) -> Statuses:
+        table, command = self.state.table, self.command
+        removed = kept = tried = 0
+        for slot, key in self._keys(first):
+            if key is None or tried == count_max:
+                cursor = _CURSOR.pack(self.state.term, slot, limit)
+                return Statuses(b"", removed, kept, cursor)
+            if table.generation[slot] >= limit or not key.startswith(command.prefix):
+                continue
+            if self.tenant.complete.get(key) != slot:
+                continue  # ended just now, with its group
+            tried += 1
+            code, ended = _remove_one(
+                self.state, self.work, self.tenant, key, command.force, self.now_ms
+            )
+            removed += ended
+            kept += code != OK
+        return Statuses(b"", removed, kept)
+
+    def _keys(self, first: int) -> Iterator[tuple[int, bytes | None]]:
+        """Slots of the tenant from this one on, with their keys; after `_LOOK_MAX` of them the
+        next one without its key."""
+        table, looked = self.state.table, 0
+        for start in range(first, len(table.key), _STRIDE):
+            tenants = table.tenant_column.many[start : min(start + _STRIDE, len(table.key))]
+            for slot in (np.flatnonzero(tenants == self.tenant.number) + start).tolist():
+                key = table.key[slot]
+                if key is None:
+                    continue
+                if looked == _LOOK_MAX:
+                    yield slot, None
+                    return
+                looked += 1
+                yield slot, key

@@ -70,6 +70,7 @@ class Service:
         self._unseal: dict[int, deque[bytes]] = {}
         self._edge = convert.Edge(self._digests, lambda: secrets.randbits(64))
         self.version_refusals = 0
+        self.behind = False  # the last tick left work that was due
 
     def offer(self, lane_address: str, counters: Callable[[], Mapping[str, float]]) -> None:
         """Before the first call: the lane's address ("" for none), and the process's counters."""
@@ -107,6 +108,7 @@ class Service:
         """Let time pass in the catalog; its records."""
         command = c.Tick() if evict_max is None else c.Tick(evict_max)
         applied = self._catalog.apply(command, now_ms)
+        self.behind = isinstance(applied.reply, c.Done) and applied.reply.more
         self._keep(applied.effects)
         return applied.records
 

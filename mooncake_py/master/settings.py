@@ -37,6 +37,7 @@ class CatalogSettings:
     list_max: int = 10_000  # keys a page
     events_max: int = 0  # newest events kept for mirrors, about 250 bytes each; 0: none
     reclaim_max: int = 2_000  # objects of lost nodes forgotten per tick
+    step_max: int = 1_000  # ended by one tick for each reason, or by one call of a removal of all
     generation_block: int = 1 << 20  # generations reserved by one durable record
 
     def validate(self) -> None:
@@ -56,6 +57,7 @@ class CatalogSettings:
                 "evict_high_ratio",
             ),
             (self.slow_start_ms >= 0, "0", "slow_start_ms"),
+            (self.step_max >= 1, "1", "step_max"),
             (1 <= self.replica_max <= 255, "1", "replica_max (at most 255)"),
             (1 << 12 <= self.objects_max < 1 << 32, "4096", "objects_max (below 2 ** 32)"),
             (self.tenants_max < 1 << 16, "tenants_max", "65535"),

@@ -30,8 +30,9 @@ from mooncake_py.master.quotas import apply_quota
 from mooncake_py.master.records import DamagedRecord, GrantFields
 from mooncake_py.master.replay import RestoreReport
 from mooncake_py.master.settings import CatalogSettings
-from mooncake_py.master.state import CatalogState, Work, extent_units
+from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.tenant import Grant, Put
+from mooncake_py.master.work import Work
 
 _TTLS_MAX = 10_000  # entries of ended objects that are tolerated
 

@@ -2,16 +2,16 @@
 
 Everything that ends an attempt is here (`end_object`, `end_grant`), so that accounting, promises,
 records and effects cannot be forgotten by a verb; what happens then is read from `lifecycle.TABLE`.
-`Work` collects what one command wants done. Owner thread only; pure.
+Owner thread only; pure.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from itertools import islice
 
 from mooncake_py.master import records
-from mooncake_py.master.commands import Applied, Effect, Reply, Unseal
 from mooncake_py.master.events import EventLog
 from mooncake_py.master.eviction import EvictionOrder, Links, Lru, Pool
 from mooncake_py.master.groups import Groups
@@ -30,9 +30,9 @@ from mooncake_py.master.objects import (
 from mooncake_py.master.s3fifo import S3Fifo
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
-from mooncake_py.model import EXTENT_ALIGN_BYTES, EXTENT_ROW, extent_bytes
+from mooncake_py.master.work import Work
+from mooncake_py.model import EXTENT_ALIGN_BYTES, extent_bytes
 
-_NO_DIGEST = bytes(16)
 _COUNTERS = (
     *(each.counter for each in TABLE if each.counter),
     "put_keys",
@@ -55,45 +55,6 @@ def extent_units(length: int) -> int:
     return extent_bytes(length) // EXTENT_ALIGN_BYTES
 
 
-class Work:
-    """Records and effects of one command, in the making."""
-
-    __slots__ = ("_dropped", "_lost", "_unseals", "drop_count", "durable", "records")
-
-    def __init__(self) -> None:
-        self.records: list[bytes] = []
-        self.durable = False
-        self.drop_count = 0
-        self._dropped: dict[int, list[int]] = {}  # extents rest until -> generations
-        self._lost: dict[int, list[tuple[int, int]]] = {}  # until -> (generation, segment id)
-        self._unseals: dict[int, list[bytes]] = {}
-
-    def drop(self, generation: int, until_ms: int) -> None:
-        self.drop_count += 1
-        self._dropped.setdefault(until_ms, []).append(generation)
-
-    def lose(self, generation: int, segment_id: int, until_ms: int) -> None:
-        self._lost.setdefault(until_ms, []).append((generation, segment_id))
-
-    def unseal(self, segment_id: int, start: int, length: int, generation: int) -> None:
-        rows = self._unseals.setdefault(segment_id, [])
-        offset = start * EXTENT_ALIGN_BYTES
-        rows.append(EXTENT_ROW.pack(len(rows), 0, offset, length, generation, 0, _NO_DIGEST, 0))
-
-    def done(self, reply: Reply, now_ms: int) -> Applied:
-        """The outcome. Drops go first: what they freed may already be granted again."""
-        found = [
-            records.encode(records.Drops(now_ms, until, generations))
-            for until, generations in self._dropped.items()
-        ]
-        found += [records.encode(records.Lost(until, pairs)) for until, pairs in self._lost.items()]
-        found += self.records
-        effects: list[Effect] = [
-            Unseal(segment_id, b"".join(rows)) for segment_id, rows in self._unseals.items()
-        ]
-        return Applied(reply, found, effects, self.durable)
-
-
 class CatalogState:
     """What the catalog knows. Fields are read by the verbs; changes go through the methods."""
 
@@ -110,6 +71,7 @@ class CatalogState:
         self.order = EvictionOrder(self.table)
         self.resting = RestingExtents()
         self.counters: defaultdict[str, int] = defaultdict(int, dict.fromkeys(_COUNTERS, 0))
+        self.term = 0
         self.next_generation = 1
         self.generation_mark = 1  # generations below may be used: a durable record says so
         self.groups = Groups()
@@ -119,6 +81,7 @@ class CatalogState:
         self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
         self.leaving: list[tuple[Segment, list[int] | None]] = []  # gone, objects to forget
         self._expiries: list[tuple[int, int, Put]] = []
+        self._expiry_index = 0  # of the first one: its grants before this one have been looked at
         self._put_count = 0
         self._ttls: list[tuple[int, int, int]] = []  # heap: until ms, slot, generation
         self.housekeeping_ms = 0
@@ -136,13 +99,25 @@ class CatalogState:
         self.open_grants += put.open_count
         heapq.heappush(self._expiries, (put.expires_ms, self._put_count, put))
 
-    def expire_grants(self, work: Work, now_ms: int) -> None:
+    def expire_grants(self, work: Work, now_ms: int, count_max: int) -> bool:
+        """Look at no more than so many grants and puts that are due; are there others?"""
         while self._expiries and self._expiries[0][0] <= now_ms:
-            _, _, put = heapq.heappop(self._expiries)
+            put = self._expiries[0][2]
             writing = put.tenant.writing
-            for index, key in enumerate(put.keys):
-                if writing.get(key) == (put, index):
-                    self.end_grant(work, (put, index), Event.GRANT_EXPIRED, now_ms)
+            while self._expiry_index < len(put.keys):
+                if not count_max:
+                    return True
+                count_max -= 1
+                grant = (put, self._expiry_index)
+                self._expiry_index += 1
+                if writing.get(put.keys[grant[1]]) == grant:
+                    self.end_grant(work, grant, Event.GRANT_EXPIRED, now_ms)
+            if not count_max:
+                return True
+            count_max -= 1
+            heapq.heappop(self._expiries)
+            self._expiry_index = 0
+        return False
 
     def end_grant(self, work: Work, grant: Grant, event: Event, now_ms: int) -> None:
         """The attempt ends without an object."""
@@ -389,12 +364,17 @@ class CatalogState:
         self._ttls = [(until, slot, table.generation[slot]) for slot, until in table.ttls.items()]
         heapq.heapify(self._ttls)
 
-    def end_ttls(self, work: Work, now_ms: int) -> None:
+    def end_ttls(self, work: Work, now_ms: int, count_max: int) -> bool:
+        """End no more than so many objects whose time is over; are there others?"""
         table = self.table
         while self._ttls and self._ttls[0][0] <= now_ms:
+            if not count_max:
+                return True
+            count_max -= 1
             _, slot, generation = heapq.heappop(self._ttls)
             if table.flags[slot] & TTL and table.generation[slot] == generation:
                 self.end_object(work, slot, Event.TTL_ENDED, now_ms)
+        return False
 
     def lose_replica(self, work: Work, slot: int, index: int, event: Event, now_ms: int) -> None:
         """The replica on this segment ends; with the last one the object does."""
@@ -464,18 +444,33 @@ class CatalogState:
         else:
             segment.allocator.give(start, units)
 
-    def free_rested(self, now_ms: int) -> None:
-        for segment_id, start, units in self.resting.ended(now_ms):
+    def free_rested(self, now_ms: int, count_max: int | None = None) -> bool:
+        """Free (at most so many) extents whose promise is over; are there others?"""
+        for segment_id, start, units in islice(self.resting.ended(now_ms), count_max):
             segment = self.members.by_id.get(segment_id)
             if segment is not None:
                 segment.resting_units -= units
                 segment.allocator.give(start, units)
+        return self.resting.due(now_ms)
+
+    def trim_tenants(self, work: Work, now_ms: int, count_max: int) -> bool:
+        """Tenants that hold more than their quota and evict for it lose so many of their objects,
+        at most; is that not enough?"""
+        for tenant in self.tenants.trimmed:
+            while tenant.over_quota:
+                if not count_max:
+                    return True
+                if not self.evict(work, 1, now_ms, 1, tenant):
+                    break
+                count_max -= 1
+        return False
 
     def begin_term(self, term: int) -> None:
         """See `Catalog.begin_term`."""
         self.next_generation = max(self.next_generation, term << _GENERATION_BITS)
         self.generation_mark = max(self.generation_mark, (term + 1) << _GENERATION_BITS)
         self.events.begin(term << _GENERATION_BITS)
+        self.term = term
         members = self.members
         members.next_segment_id = max(members.next_segment_id, term << _SEGMENT_BITS)
 

@@ -114,11 +114,15 @@ def name_fault(name: str) -> str:
 class Tenants:
     """All tenants, by name and by number. Numbers are used again once a tenant is forgotten."""
 
-    __slots__ = ("_by_name", "_by_number", "_count_max", "_free_numbers", "_new_pool", "borrowers")
+    __slots__ = (
+        "_by_name", "_by_number", "_count_max", "_free_numbers", "_new_pool", "borrowers",
+        "trimmed",
+    )  # fmt: skip
 
     def __init__(self, count_max: int, new_pool: Callable[[], Pool]) -> None:
         self._new_pool = new_pool
-        self.borrowers: set[Tenant] = set()
+        self.borrowers: dict[Tenant, None] = {}  # in an order that is the same everywhere
+        self.trimmed: dict[Tenant, None] = {}  # with a quota for which their own objects go
         self._by_name: dict[str, Tenant] = {}
         self._by_number: list[Tenant | None] = []
         self._free_numbers: list[int] = []
@@ -160,9 +164,12 @@ class Tenants:
 
     def set_quota(self, tenant: Tenant, quota: Quota | None) -> None:
         tenant.quota = quota
-        self.borrowers.discard(tenant)
+        self.borrowers.pop(tenant, None)
+        self.trimmed.pop(tenant, None)
         if quota is not None and quota.policy == BORROW:
-            self.borrowers.add(tenant)
+            self.borrowers[tenant] = None
+        elif quota is not None and quota.policy == EVICT_OWN:
+            self.trimmed[tenant] = None
 
     def forget_empty(self) -> list[Tenant]:
         """Drop tenants that own nothing and have no quota. Cost: all tenants."""

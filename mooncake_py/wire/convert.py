@@ -128,7 +128,7 @@ def _remove(r: pb.RemoveRequest, edge: Edge) -> c.Remove:
         raise UsageError("remove: `all` goes with a prefix, not with keys")
     if r.prefix and not r.all:
         raise UsageError("remove: a prefix needs `all`")
-    return c.Remove(_tenant(r), keys, r.force, r.all, r.prefix)
+    return c.Remove(_tenant(r), keys, r.force, r.all, r.prefix, r.cursor)
 
 
 def _list(r: pb.ListRequest, edge: Edge) -> c.List:
@@ -263,7 +263,7 @@ def statuses(method: Method, answer: c.Statuses, term: int) -> bytes:
     if not isinstance(reply, pb.ReportReply):
         reply.status = answer.status
     if isinstance(reply, pb.RemoveReply):
-        reply.removed, reply.kept = answer.removed, answer.kept
+        reply.removed, reply.kept, reply.cursor = answer.removed, answer.kept, answer.cursor
     raw: bytes = reply.SerializeToString()
     return raw
 

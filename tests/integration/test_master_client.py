@@ -13,7 +13,8 @@ import pytest
 
 from mooncake_py.clock import SystemClock
 from mooncake_py.errors import MasterUnavailable, NotLeader, UsageError, VersionMismatch
-from mooncake_py.master.client import RECONNECT_MS, MasterClient
+from mooncake_py.master.client import MasterClient
+from mooncake_py.master.link import RECONNECT_MS
 from mooncake_py.wire import lane
 from mooncake_py.wire.v1 import master_pb2 as pb
 from tests.conformance.master_battery import T, mount, stored

@@ -24,7 +24,10 @@ from mooncake_py.master.commands import (
     PutStart,
     Remove,
     Report,
+    SetQuota,
+    Statuses,
 )
+from mooncake_py.master.tenant import POLICIES
 from mooncake_py.model import EXTENT_ROW, ReplicaPolicy
 
 _CALL_MS = 200
@@ -62,8 +65,10 @@ class Client:
                 yield from self._get()
             elif dice < 0.85:
                 yield from self._read_again()
-            elif dice < 0.95:
+            elif dice < 0.94:
                 yield from self._remove()
+            elif dice < 0.95:
+                yield from self._limit()
             else:
                 yield from self._look()
             yield Sleep(random.randrange(1, 25))
@@ -193,7 +198,32 @@ class Client:
     # --- the rest -------------------------------------------------------------------------------
 
     def _remove(self) -> Script:
-        yield from self._ask(Remove("t", self._some_keys(2), self.world.chance(0.3)))
+        if self.world.chance(0.1):
+            yield from self._remove_all()
+        else:
+            yield from self._ask(Remove("t", self._some_keys(2), self.world.chance(0.3)))
+
+    def _remove_all(self) -> Script:
+        """Call by call, while others put and the master may become another one."""
+        floor = max(self.history.keys, default=0) + 1
+        cursor = b""
+        for _ in range(30):
+            answer = yield from self._ask(Remove("t", (), True, True, b"k", cursor))
+            if not isinstance(answer, Answer) or not isinstance(answer.reply, Statuses):
+                return
+            cursor = answer.reply.cursor
+            if not cursor:
+                self.history.all_removed(floor)
+                return
+
+    def _limit(self) -> Script:
+        """The tenant's quota changes, also to less than it holds."""
+        random = self.world.random
+        quota = SetQuota(
+            "t", random.choice([0, 2_000, 8_000]), random.choice([0, 2, 5]),
+            random.choice(POLICIES), random.random() < 0.5,
+        )  # fmt: skip
+        yield from self._ask(quota)
 
     def _look(self) -> Script:
         if self.world.chance(0.5):

@@ -125,6 +125,13 @@ class History:
                 if code == 0:
                     self.floors[key] = max(floor, self.floors.get(key, 0))
 
+    def all_removed(self, floor: int) -> None:
+        """A removal of all that began when generations below this were known is through."""
+        self.count("removals of all")
+        for generation, key in self.keys.items():
+            if generation < floor:
+                self.floors[key] = max(floor, self.floors.get(key, 0))
+
     # --- the nodes ------------------------------------------------------------------------------
 
     def node_lost(self, segment_id: int) -> None:

@@ -16,7 +16,7 @@ from mooncake_py.master.settings import CatalogSettings
 
 SETTINGS = CatalogSettings(
     tick_ms=20, grant_ttl_ms=600, grant_margin_ms=150, lease_ms=300, lease_max_ms=1_000,
-    heartbeat_ms=50, suspect_ms=150, dead_ms=1_000, doubt_ms=200, reclaim_max=3,
+    heartbeat_ms=50, suspect_ms=150, dead_ms=1_000, doubt_ms=200, reclaim_max=3, step_max=3,
     generation_block=1 << 13, objects_max=1 << 12,
 )  # fmt: skip
 

@@ -24,5 +24,14 @@ def test_seeds_reach_what_they_are_meant_to_reach() -> None:
     for seed in range(100, 106):
         for what, number in simulate(seed).counts.items():
             totals[what] = totals.get(what, 0) + number
-    for what in ("good reads", "stale reads", "Remove", "Report", "Mount", "PutRevoke"):
+    for what in (
+        "good reads",
+        "stale reads",
+        "Remove",
+        "Report",
+        "Mount",
+        "PutRevoke",
+        "SetQuota",
+        "removals of all",
+    ):
         assert totals.get(what, 0) > 5, f"hardly any {what}"

@@ -11,6 +11,8 @@ from sim_run import simulate
 from mooncake_py.master import catalog, lifecycle, objects
 from mooncake_py.master.commands import Heartbeat, Remove
 from mooncake_py.master.lifecycle import Event, Promise, State
+from mooncake_py.master.state import CatalogState
+from mooncake_py.master.work import Work
 
 SEEDS = 40
 
@@ -54,8 +56,12 @@ def test_removals_that_are_acknowledged_too_early(monkeypatch: pytest.MonkeyPatc
     assert_found_out("was removed and is read again")
 
 
-def test_generations_without_a_term(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generations_without_a_term_or_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreserved(self: CatalogState, work: Work, count: int) -> None:
+        self.generation_mark = self.next_generation + count
+
     monkeypatch.setattr(catalog.Catalog, "begin_term", lambda self, term: None)
+    monkeypatch.setattr(CatalogState, "reserve_generations", unreserved)
     assert_found_out("a generation is used again")
 
 

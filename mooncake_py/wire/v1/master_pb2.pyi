@@ -253,6 +253,7 @@ class RemoveRequest(Message):
     force: bool
     all: bool
     prefix: bytes
+    cursor: bytes
     def __init__(
         self,
         *,
@@ -261,6 +262,7 @@ class RemoveRequest(Message):
         force: bool | None = ...,
         all: bool | None = ...,
         prefix: bytes | None = ...,
+        cursor: bytes | None = ...,
     ) -> None: ...
 
 class RemoveReply(Message):
@@ -268,6 +270,7 @@ class RemoveReply(Message):
     status: bytes
     removed: int
     kept: int
+    cursor: bytes
     def __init__(
         self,
         *,
@@ -275,6 +278,7 @@ class RemoveReply(Message):
         status: bytes | None = ...,
         removed: int | None = ...,
         kept: int | None = ...,
+        cursor: bytes | None = ...,
     ) -> None: ...
 
 class ListRequest(Message):

@@ -1,0 +1,48 @@
+"""What one command wants done: records and effects, collected while it is decided. Pure."""
+
+from __future__ import annotations
+
+from mooncake_py.master import records
+from mooncake_py.master.commands import Applied, Effect, Reply, Unseal
+from mooncake_py.model import EXTENT_ALIGN_BYTES, EXTENT_ROW
+
+_NO_DIGEST = bytes(16)
+
+
+class Work:
+    """Of one command, in the making."""
+
+    __slots__ = ("_dropped", "_lost", "_unseals", "drop_count", "durable", "records")
+
+    def __init__(self) -> None:
+        self.records: list[bytes] = []
+        self.durable = False
+        self.drop_count = 0
+        self._dropped: dict[int, list[int]] = {}  # extents rest until -> generations
+        self._lost: dict[int, list[tuple[int, int]]] = {}  # until -> (generation, segment id)
+        self._unseals: dict[int, list[bytes]] = {}
+
+    def drop(self, generation: int, until_ms: int) -> None:
+        self.drop_count += 1
+        self._dropped.setdefault(until_ms, []).append(generation)
+
+    def lose(self, generation: int, segment_id: int, until_ms: int) -> None:
+        self._lost.setdefault(until_ms, []).append((generation, segment_id))
+
+    def unseal(self, segment_id: int, start: int, length: int, generation: int) -> None:
+        rows = self._unseals.setdefault(segment_id, [])
+        offset = start * EXTENT_ALIGN_BYTES
+        rows.append(EXTENT_ROW.pack(len(rows), 0, offset, length, generation, 0, _NO_DIGEST, 0))
+
+    def done(self, reply: Reply, now_ms: int) -> Applied:
+        """The outcome. Drops go first: what they freed may already be granted again."""
+        found = [
+            records.encode(records.Drops(now_ms, until, generations))
+            for until, generations in self._dropped.items()
+        ]
+        found += [records.encode(records.Lost(until, pairs)) for until, pairs in self._lost.items()]
+        found += self.records
+        effects: list[Effect] = [
+            Unseal(segment_id, b"".join(rows)) for segment_id, rows in self._unseals.items()
+        ]
+        return Applied(reply, found, effects, self.durable)
