@@ -184,7 +184,7 @@ class StoreClient:
 
     def _put_error(self, code: int, key: str, nbytes: int) -> MooncakeError:
         cause = {
-            errors.ObjectExists.code: "the key holds an object already",
+            errors.ObjectExists.code: "the key holds an object, or another writer is storing one",
             errors.OutOfSpace.code: "no space for the object within the deadline",
         }.get(code, "the object was not stored")
         return error_of(code, cause, key=key, nbytes=nbytes, tenant=self._tenant)
