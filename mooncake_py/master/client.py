@@ -85,11 +85,13 @@ class MasterClient(MasterLink):
         *,
         host_id: str = "",
         groups: Sequence[int] = (),
+        upsert: bool = False,
         timeout_ms: int,
     ) -> Grants:
-        """Reserve extents for values of these lengths in bytes."""
+        """Reserve extents for values of these lengths in bytes. `upsert`: a key that exists is
+        granted, too; its old value is found until the put end replaces it."""
         deadline = Deadline(timeout_ms, self._clock)
-        ask = answers.PutAsk(tenant, policy, host_id)
+        ask = answers.PutAsk(tenant, policy, host_id, upsert)
         replies = []
         for start, stop in self._parts(keys, deadline):
             request = answers.put_start_request(
@@ -208,3 +210,16 @@ class MasterClient(MasterLink):
         """Numbers of the cluster and of the master."""
         deadline = Deadline(timeout_ms, self._clock)
         return answers.status_info(self._call(lane.STATUS, answers.status_request(), deadline))
+
+    def set_quota(self, quota: c.SetQuota, *, timeout_ms: int) -> None:
+        """What a tenant may hold from now on; answered once that is durable. UsageError: there is
+        no such policy."""
+        deadline = Deadline(timeout_ms, self._clock)
+        self._call(lane.SET_QUOTA, answers.set_quota_request(quota), deadline)
+
+    def events(self, after: int = 0, *, limit: int = 1_000, timeout_ms: int) -> c.EventPage:
+        """What happened to objects after this sequence number, oldest first. With `gap` the caller
+        lists the keys anew and goes on from the answer's `newest` as it was before the listing."""
+        deadline = Deadline(timeout_ms, self._clock)
+        request = answers.events_request(after, limit)
+        return answers.event_page(self._call(lane.EVENTS, request, deadline))

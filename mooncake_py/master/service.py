@@ -168,6 +168,8 @@ class Service:
                 return convert.beat(term, now_ms, self._to_unseal(command.segment_id))
             case c.Done():
                 return convert.done(method, term)
+            case c.EventPage():
+                return convert.events(reply, term)
         raise InternalError(f"{method.name}: the catalog answered {type(reply).__name__}")
 
     def _terms(self, segment_id: int, now_ms: int) -> convert.MountTerms:

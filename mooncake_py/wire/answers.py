@@ -150,6 +150,7 @@ class PutAsk:
     tenant: str
     policy: ReplicaPolicy
     host_id: str
+    upsert: bool = False
 
 
 def put_start_request(
@@ -168,6 +169,7 @@ def put_start_request(
         hard_pin=policy.hard_pin,
         ttl_ms=policy.ttl_ms,
         group=groups,
+        upsert=ask.upsert,
     )
 
 
@@ -239,6 +241,20 @@ def unmount_request(unmount: c.Unmount) -> Message:
 
 def status_request() -> Message:
     return pb.StatusRequest()
+
+
+def set_quota_request(quota: c.SetQuota) -> Message:
+    return pb.SetQuotaRequest(
+        tenant=quota.tenant,
+        bytes_max=quota.bytes_max,
+        keys_max=quota.keys_max,
+        policy=quota.policy,
+        remove=quota.remove,
+    )
+
+
+def events_request(after: int, limit: int) -> Message:
+    return pb.EventsRequest(after=after, limit=limit)
 
 
 # --- replies ------------------------------------------------------------------------------------
@@ -369,4 +385,17 @@ def status_info(reply: pb.StatusReply) -> c.StatusInfo:
     return c.StatusInfo(
         reply.objects, reply.used_bytes, reply.capacity_bytes, segments,
         {counter.name: counter.value for counter in reply.counters},
+        [
+            c.TenantInfo(
+                each.tenant, each.keys, each.used_bytes, each.bytes_max, each.keys_max, each.policy,
+                {counter.name: int(counter.value) for counter in each.counters},
+            )
+            for each in reply.tenants
+        ],
     )  # fmt: skip
+
+
+def event_page(reply: pb.EventsReply) -> c.EventPage:
+    rows = zip(reply.what, reply.tenants, reply.keys, reply.generations, strict=True)
+    found = [c.ObjectEvent(number, *row) for number, row in enumerate(rows, reply.first)]
+    return c.EventPage(found, reply.newest, reply.gap)

@@ -104,7 +104,9 @@ def _put_start(r: pb.PutStartRequest, edge: Edge) -> c.PutStart:
     )
     groups = _aligned("groups", r.group, keys) if r.group else ()
     digests = edge.digests(tenant, keys)
-    return c.PutStart(tenant, keys, lengths, digests, policy, r.host_id, groups, edge.random())
+    return c.PutStart(
+        tenant, keys, lengths, digests, policy, r.host_id, groups, edge.random(), r.upsert
+    )
 
 
 def _put_end(r: pb.PutEndRequest, edge: Edge) -> c.PutEnd:
@@ -167,6 +169,14 @@ def _status(r: pb.StatusRequest, edge: Edge) -> c.Status:
     return c.Status()
 
 
+def _set_quota(r: pb.SetQuotaRequest, edge: Edge) -> c.SetQuota:
+    return c.SetQuota(_tenant(r), r.bytes_max, r.keys_max, r.policy or "reject", r.remove)
+
+
+def _events(r: pb.EventsRequest, edge: Edge) -> c.Events:
+    return c.Events(r.after, min(r.limit or LIST_MAX_KEYS, LIST_MAX_KEYS))
+
+
 _COMMANDS: dict[int, Callable[[Any, Edge], c.Command]] = {
     pb.LANE_EXISTS: _exists,
     pb.LANE_LOCATE: _locate,
@@ -180,6 +190,8 @@ _COMMANDS: dict[int, Callable[[Any, Edge], c.Command]] = {
     pb.LANE_HEARTBEAT: _heartbeat,
     pb.LANE_UNMOUNT: _unmount,
     pb.LANE_STATUS: _status,
+    pb.LANE_SET_QUOTA: _set_quota,
+    pb.LANE_EVENTS: _events,
 }
 
 
@@ -317,5 +329,36 @@ def status(answer: c.StatusInfo, term: int, counters: Mapping[str, float]) -> by
         segments=[segment(info) for info in answer.segments],
         segment_used_bytes=[info.used_bytes for info in answer.segments],
         segment_states=[info.state for info in answer.segments],
-        counters=[pb.Counter(name=name, value=value) for name, value in counted.items()],
+        counters=_counters(counted),
+        tenants=[_tenant_numbers(each) for each in answer.tenants],
+    ).SerializeToString()
+
+
+def _counters(counted: Mapping[str, float]) -> list[pb.Counter]:
+    return [pb.Counter(name=name, value=value) for name, value in counted.items()]
+
+
+def _tenant_numbers(info: c.TenantInfo) -> pb.TenantNumbers:
+    return pb.TenantNumbers(
+        tenant=info.name,
+        keys=info.keys,
+        used_bytes=info.used_bytes,
+        bytes_max=info.bytes_max,
+        keys_max=info.keys_max,
+        policy=info.policy,
+        counters=_counters(info.counters),
+    )
+
+
+def events(answer: c.EventPage, term: int) -> bytes:
+    found = answer.events
+    return pb.EventsReply(
+        outcome=_ok(term),
+        first=found[0].sequence if found else 0,
+        what=[each.what for each in found],
+        tenants=[each.tenant for each in found],
+        keys=[each.key for each in found],
+        generations=[each.generation for each in found],
+        newest=answer.newest,
+        gap=answer.gap,
     ).SerializeToString()

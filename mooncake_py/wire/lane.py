@@ -57,9 +57,13 @@ HEARTBEAT = Method(
 )
 UNMOUNT = Method(pb.LANE_UNMOUNT, "Unmount", pb.UnmountRequest, pb.UnmountReply, urgent=True)
 STATUS = Method(pb.LANE_STATUS, "Status", pb.StatusRequest, pb.StatusReply, urgent=True)
+SET_QUOTA = Method(
+    pb.LANE_SET_QUOTA, "SetQuota", pb.SetQuotaRequest, pb.SetQuotaReply, changes=True
+)
+EVENTS = Method(pb.LANE_EVENTS, "Events", pb.EventsRequest, pb.EventsReply)
 
 METHODS = (
     CONNECT, EXISTS, LOCATE, PUT_START, PUT_END, PUT_REVOKE, REMOVE, LIST, REPORT, MOUNT,
-    HEARTBEAT, UNMOUNT, STATUS,
+    HEARTBEAT, UNMOUNT, STATUS, SET_QUOTA, EVENTS,
 )  # fmt: skip
 BY_NUMBER = {method.number: method for method in METHODS}

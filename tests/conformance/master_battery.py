@@ -11,9 +11,9 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from mooncake_py.errors import ObjectExists, ObjectNotFound, UsageError
+from mooncake_py.errors import ObjectExists, ObjectNotFound, QuotaExceeded, UsageError
 from mooncake_py.master.client import MasterClient
-from mooncake_py.master.commands import Heartbeat, Mount, Unmount
+from mooncake_py.master.commands import Heartbeat, Mount, SetQuota, Unmount
 from mooncake_py.model import ReplicaPolicy
 
 T = 5_000  # ms; no call of the battery is meant to wait for it
@@ -243,3 +243,60 @@ class MasterBattery:
         assert [(s.node, s.state) for s in info.segments] == [("node-a", "alive")]
         received = info.counters["grpc_received_bytes"] + info.counters["lane_received_bytes"]
         assert received > 0
+
+    def test_upsert_replaces_at_the_commit(self, client: MasterClient, node: int) -> None:
+        stored(client, "", [b"a"], length=10)
+        old = client.locate("", [b"a"], timeout_ms=T).rows["generation"].tolist()
+        grants = client.put_start("", [b"a", b"b"], [20, 20], upsert=True, timeout_ms=T)
+        assert grants.status.tolist() == [0, 0]
+        assert client.locate("", [b"a"], timeout_ms=T).rows["generation"].tolist() == old
+        client.put_end("", [b"a", b"b"], grants.generations.tolist(), timeout_ms=T)
+        rows = client.locate("", [b"a", b"b"], timeout_ms=T).rows
+        assert rows["generation"].tolist() == grants.generations.tolist()
+        assert rows["length"].tolist() == [20, 20]
+
+    def test_f44_a_quota_is_kept_and_told(self, client: MasterClient, node: int) -> None:
+        client.set_quota(SetQuota("small", keys_max=2), timeout_ms=T)
+        keys = [b"a", b"b", b"c"]
+        grants = client.put_start("small", keys, [1] * 3, timeout_ms=T)
+        assert grants.status.tolist() == [0, 0, QuotaExceeded.code]
+        stored(client, "large", keys)
+        numbers = {each.name: each for each in client.status(timeout_ms=T).tenants}
+        small, large = numbers["small"], numbers["large"]
+        assert (small.keys, small.keys_max, small.policy) == (2, 2, "reject")
+        assert small.counters["quota_refusals"] == 1
+        assert (large.keys, large.policy) == (3, "")
+        assert large.used_bytes > 300
+        client.set_quota(SetQuota("small", remove=True), timeout_ms=T)
+        assert not client.put_start("small", [b"c"], [1], timeout_ms=T).status.any()
+
+    def test_f44_a_quota_that_cannot_be_is_refused(self, client: MasterClient) -> None:
+        with pytest.raises(UsageError, match="reject, evict_own, borrow"):
+            client.set_quota(SetQuota("t", policy="hope"), timeout_ms=T)
+
+    def test_f46_events_are_replayed_from_a_number(self, client: MasterClient, node: int) -> None:
+        stored(client, "t", [b"a"])
+        stored(client, "t", [b"b"])
+        page = client.events(timeout_ms=T)
+        assert [(e.what, e.tenant, e.key) for e in page.events] == [
+            ("stored", "t", b"a"), ("stored", "t", b"b"),
+        ]  # fmt: skip
+        known = page.newest
+        assert known == page.events[-1].sequence
+        assert client.events(known, timeout_ms=T).events == []
+        client.remove("t", [b"a"], timeout_ms=T)
+        after = client.events(known, timeout_ms=T)
+        assert [(e.sequence, e.what, e.key) for e in after.events] == [(known + 1, "remove", b"a")]
+        assert not after.gap
+        assert after.events[0].generation == page.events[0].generation
+        assert [e.key for e in client.events(known - 1, limit=1, timeout_ms=T).events] == [b"b"]
+        assert client.events(known + 100, timeout_ms=T).gap, "of another master"
+
+    def test_f19_a_removal_in_many_steps_is_one_for_its_caller(
+        self, client: MasterClient, node: int
+    ) -> None:
+        keys = [b"%04d" % i for i in range(1_800)]
+        stored(client, "t", keys)
+        removed = client.remove_all("t", timeout_ms=T)
+        assert (removed.removed, removed.kept) == (1_800, 0)
+        assert not client.exists("t", keys, timeout_ms=T).any()

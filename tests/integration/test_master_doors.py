@@ -15,7 +15,8 @@ from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.transfer import TransferEngine
 from tests.conformance.master_battery import MasterBattery
 
-PATIENT = CatalogSettings(suspect_ms=60_000, dead_ms=120_000)  # no node here heartbeats by itself
+# No node here heartbeats by itself.
+PATIENT = CatalogSettings(suspect_ms=60_000, dead_ms=120_000, events_max=1_000, step_max=500)
 
 
 @contextmanager

@@ -20,6 +20,8 @@ LANE_MOUNT: int
 LANE_HEARTBEAT: int
 LANE_UNMOUNT: int
 LANE_STATUS: int
+LANE_SET_QUOTA: int
+LANE_EVENTS: int
 
 class Outcome(Message):
     code: int
@@ -157,6 +159,7 @@ class PutStartRequest(Message):
     hard_pin: bool
     ttl_ms: int
     group: RepeatedScalarFieldContainer[int]
+    upsert: bool
     def __init__(
         self,
         *,
@@ -171,6 +174,7 @@ class PutStartRequest(Message):
         hard_pin: bool | None = ...,
         ttl_ms: int | None = ...,
         group: Iterable[int] | None = ...,
+        upsert: bool | None = ...,
     ) -> None: ...
 
 class PutStartReply(Message):
@@ -436,6 +440,7 @@ class StatusReply(Message):
     segment_used_bytes: RepeatedScalarFieldContainer[int]
     segment_states: RepeatedScalarFieldContainer[str]
     counters: RepeatedCompositeFieldContainer[Counter]
+    tenants: RepeatedCompositeFieldContainer[TenantNumbers]
     def __init__(
         self,
         *,
@@ -447,6 +452,7 @@ class StatusReply(Message):
         segment_used_bytes: Iterable[int] | None = ...,
         segment_states: Iterable[str] | None = ...,
         counters: Iterable[Counter] | None = ...,
+        tenants: Iterable[TenantNumbers] | None = ...,
     ) -> None: ...
 
 class Counter(Message):
@@ -457,4 +463,80 @@ class Counter(Message):
         *,
         name: str | None = ...,
         value: float | None = ...,
+    ) -> None: ...
+
+class TenantNumbers(Message):
+    tenant: str
+    keys: int
+    used_bytes: int
+    bytes_max: int
+    keys_max: int
+    policy: str
+    counters: RepeatedCompositeFieldContainer[Counter]
+    def __init__(
+        self,
+        *,
+        tenant: str | None = ...,
+        keys: int | None = ...,
+        used_bytes: int | None = ...,
+        bytes_max: int | None = ...,
+        keys_max: int | None = ...,
+        policy: str | None = ...,
+        counters: Iterable[Counter] | None = ...,
+    ) -> None: ...
+
+class SetQuotaRequest(Message):
+    tenant: str
+    bytes_max: int
+    keys_max: int
+    policy: str
+    remove: bool
+    def __init__(
+        self,
+        *,
+        tenant: str | None = ...,
+        bytes_max: int | None = ...,
+        keys_max: int | None = ...,
+        policy: str | None = ...,
+        remove: bool | None = ...,
+    ) -> None: ...
+
+class SetQuotaReply(Message):
+    outcome: Outcome
+    def __init__(
+        self,
+        *,
+        outcome: Outcome | None = ...,
+    ) -> None: ...
+
+class EventsRequest(Message):
+    after: int
+    limit: int
+    def __init__(
+        self,
+        *,
+        after: int | None = ...,
+        limit: int | None = ...,
+    ) -> None: ...
+
+class EventsReply(Message):
+    outcome: Outcome
+    first: int
+    what: RepeatedScalarFieldContainer[str]
+    tenants: RepeatedScalarFieldContainer[str]
+    keys: RepeatedScalarFieldContainer[bytes]
+    generations: RepeatedScalarFieldContainer[int]
+    newest: int
+    gap: bool
+    def __init__(
+        self,
+        *,
+        outcome: Outcome | None = ...,
+        first: int | None = ...,
+        what: Iterable[str] | None = ...,
+        tenants: Iterable[str] | None = ...,
+        keys: Iterable[bytes] | None = ...,
+        generations: Iterable[int] | None = ...,
+        newest: int | None = ...,
+        gap: bool | None = ...,
     ) -> None: ...
