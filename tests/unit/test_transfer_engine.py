@@ -301,15 +301,44 @@ def test_a38_peers_that_come_and_go_leave_nothing_behind() -> None:
         assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
-def test_a38_failed_connects_leave_nothing_behind() -> None:
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_a38_ten_thousand_failed_connects_leave_nothing_behind() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    with TransferEngine() as engine:
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(300):
+
+    def fail(engine: TransferEngine, count: int) -> None:
+        for _ in range(count):
             with pytest.raises(PeerUnreachable):
                 engine.open(f"127.0.0.1:{port}", timeout_ms=MS)
-        assert len(os.listdir("/proc/self/fd")) == before
+
+    with TransferEngine() as engine:
+        fail(engine, 200)  # what is kept once is kept by now
+        before = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+        memory = resident_bytes()
+        fail(engine, 10_000)
+        assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+        assert resident_bytes() - memory < 4 << 20
+
+
+def test_f20_many_transfers_need_few_sockets() -> None:
+    with listening(transports=("tcp",)) as there, TransferEngine() as here:
+        region = there.register(bytearray(4096))
+        target = np.zeros(4096, np.uint8)
+        slices = make_slices(1000)
+        slices["region"], slices["length"], slices["local"] = region.id, 64, target.ctypes.data
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(100):
+            peer = here.open(there.address, timeout_ms=MS)
+            here.read(peer, slices, timeout_ms=MS)
+            peer.close()
+            peer = here.open(there.address, timeout_ms=MS)
+            here.write(peer, slices[:0], timeout_ms=MS)
+        assert here.describe()["peers"][0]["transport"] == "tcp"
+        assert len(os.listdir("/proc/self/fd")) - before < 100
 
 
 # ---- other processes
