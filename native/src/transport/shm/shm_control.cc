@@ -14,6 +14,7 @@ constexpr uint64_t kInlineMax = 256 << 10;  // of a pull frame, done on the prog
 }  // namespace
 
 bool ShmEndpoint::pull_on_progress(Connection& from, const FrameHead& head, const uint8_t* bytes) {
+  if (head.a == 0) return true;
   std::vector<PullEntry> entries(head.a);
   memcpy(entries.data(), bytes, head.nbytes);
   uint64_t total = 0;
@@ -128,7 +129,7 @@ void ShmEndpoint::answer_query_on_progress(Connection& from, const FrameHead& he
                         fits ? static_cast<uint32_t>(pieces.size()) : 0};
   std::vector<uint8_t> body(sizeof info + info.piece_count * sizeof(mc_piece));
   memcpy(body.data(), &info, sizeof info);
-  memcpy(body.data() + sizeof info, pieces.data(), info.piece_count * sizeof(mc_piece));
+  if (fits) memcpy(body.data() + sizeof info, pieces.data(), body.size() - sizeof info);
   answer.nbytes = static_cast<uint32_t>(body.size());
   Fd passed;
   if (region->fd() >= 0) {
@@ -149,7 +150,9 @@ bool ShmEndpoint::learn_on_progress(Connection& from, const FrameHead& head,
     memcpy(&info, bytes, sizeof info);
     if (head.nbytes != sizeof info + uint64_t{info.piece_count} * sizeof(mc_piece)) return false;
     std::vector<mc_piece> pieces(info.piece_count);
-    memcpy(pieces.data(), bytes + sizeof info, info.piece_count * sizeof(mc_piece));
+    if (info.piece_count > 0) {
+      memcpy(pieces.data(), bytes + sizeof info, info.piece_count * sizeof(mc_piece));
+    }
     uint64_t sum = 0;
     for (const mc_piece& piece : pieces) {
       if (__builtin_add_overflow(sum, piece.nbytes, &sum)) return false;

@@ -321,6 +321,7 @@ void Connection::end_write_on_progress(const FrameHead& head) {
 }
 
 bool Connection::cancel_on_progress(const FrameHead& head, const uint8_t* bytes) {
+  if (head.a == 0) return true;
   std::vector<uint64_t> tags(head.a);
   memcpy(tags.data(), bytes, head.nbytes);
   out_.drop_answers(tags);
