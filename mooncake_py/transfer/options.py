@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
 from mooncake_py._native import ffi, lib
 from mooncake_py.errors import UsageError
+from mooncake_py.transfer.topology import choose_address, parse, read_addresses, read_snapshot
 
 TRANSPORTS: dict[str, int] = {
     "local": lib.MC_TRANSPORT_LOCAL,
@@ -38,8 +40,11 @@ class EngineOptions:
 
     `listen` is "host:port" with a name, an IPv4 or a bracketed IPv6 address; port 0 takes any
     free one; "" does not listen. `advertise` is the host that peers should use instead of the
-    listening one. `transports` may be used; which one is used with a peer is found out by proof.
-    `queue_max_bytes` bounds received messages that nobody took yet; beyond it peers wait.
+    listening one; an engine that listens on all addresses and was told none advertises that of the
+    best network card (`topology.py`). `transports` may be used; which one is used with a peer is
+    found out by proof. `queue_max_bytes` bounds received messages that nobody took yet: with more
+    than half of it, peers must wait. Each may have a window (a 64th of it, from 64 KiB to 1 MiB)
+    and one message on its way all the same. Data and replies never wait for that.
     """
 
     listen: str = ""
@@ -49,6 +54,14 @@ class EngineOptions:
     message_max_bytes: int = 16 << 20
     queue_max_bytes: int = 64 << 20
     faults: Faults | None = field(default=None)
+
+
+def _advertised(options: EngineOptions) -> str:
+    host = options.listen.rpartition(":")[0]
+    if options.advertise or host not in ("0.0.0.0", "[::]"):
+        return options.advertise
+    found = choose_address(parse(read_snapshot()), read_addresses())
+    return found or socket.gethostname()
 
 
 def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
@@ -65,7 +78,7 @@ def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
     native = ffi.new("mc_engine_options *")
     keep = [
         ffi.new("char[]", options.listen.encode()),
-        ffi.new("char[]", options.advertise.encode()),
+        ffi.new("char[]", _advertised(options).encode()),
     ]
     native.struct_size = ffi.sizeof("mc_engine_options")
     native.transports = sum({TRANSPORTS[name] for name in options.transports})

@@ -1,8 +1,8 @@
 """Where memory and network cards are: a value parsed from a snapshot of /sys, and a ranking.
 
 A snapshot is a mapping of paths below /sys to the text of those files, so that machines can be
-recorded and the ranking tested without them. `read_snapshot` takes one of this machine; everything
-else here is pure.
+recorded and the ranking tested without them. `read_snapshot` and `read_addresses` look at this
+machine; everything else here is pure.
 
 Ranking. A path from a NUMA node to a NIC is better, in this order, when the NIC
   1. is up,
@@ -14,15 +14,19 @@ and by name among equals, so that every process of a host ranks alike.
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import re
+import socket
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 LOCAL_DISTANCE = 10  # what firmware calls a node's distance to itself
 UNKNOWN_DISTANCE = 255
 TEXT_MAX = 4096
+_SIOCGIFADDR = 0x8915
 
 _WANTED = (
     "devices/system/node/node*/cpulist",
@@ -145,6 +149,24 @@ def read_snapshot(root: Path = Path("/sys")) -> dict[str, str]:
             except OSError:
                 continue
     return snapshot
+
+
+def read_addresses() -> dict[str, list[str]]:
+    """This machine's: interface to its addresses. Those that cannot be asked for are left out."""
+    addresses: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+            except OSError:  # it has none
+                continue
+            addresses[name] = [socket.inet_ntoa(answer[20:24])]
+    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
+        for line in lines:
+            digits, *_, name = line.split()
+            address = str(ipaddress.IPv6Address(int(digits, 16)))
+            addresses.setdefault(name, []).append(address)
+    return addresses
 
 
 def _names(snapshot: Mapping[str, str], pattern: str) -> list[str]:
