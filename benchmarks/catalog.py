@@ -179,6 +179,7 @@ def policies(console: Console, path: Path | None, limit: int | None) -> None:
     contenders: dict[str, Callable[[int], int]] = {
         "lru": lambda capacity: replay("lru", prompts, capacity),
         "s3fifo": lambda capacity: replay("s3fifo", prompts, capacity),
+        "cost": lambda capacity: replay("cost", prompts, capacity),
         "lru, no overhead": lambda capacity: lru_hits(prompts, capacity),
         "knows the future": lambda capacity: clairvoyant_hits(prompts, capacity),
     }

@@ -3,8 +3,8 @@
 Rules. Every tenant has a `Pool` with one policy; `EvictionPool.victim(now_ms)` names an object that
 may go now, or -1. Objects with a running lease or a hard pin are never named; soft-pinned ones only
 when nothing else is left in the pool. `EvictionOrder` compares the pools: the victim of the cluster
-is the one of all pools' victims that was accessed longest ago. Policies are `Lru` here and `S3Fifo`
-in `s3fifo.py`; what they share (links, parking, pins) is `Pool`.
+is the one of all pools' victims that was accessed longest ago. Policies are `Lru` here, `S3Fifo`
+in `s3fifo.py` and `Worth` in `worth.py`; what they share (links, parking, pins) is `Pool`.
 
 Lists are doubly linked through two packed columns (`Links`): a slot is its own node, list heads lie
 behind the slots.

@@ -27,7 +27,7 @@ class CatalogSettings:
     doubt_ms: int = 2_000  # a reported placement is not given out for this long
     evict_high_ratio: float = 0.95  # eviction starts
     evict_low_ratio: float = 0.90  # eviction stops
-    eviction: str = "lru"  # or "s3fifo"
+    eviction: str = "lru"  # or "s3fifo" or "cost" (eviction.py, s3fifo.py, worth.py)
     soft_pin_max_ms: int = 3_600_000  # longest soft pin; longer wishes are cut to it
     hard_pin_max_ratio: float = 0.5  # of the cluster's bytes; more hard pins are refused
     replica_max: int = 8
@@ -42,8 +42,8 @@ class CatalogSettings:
 
     def validate(self) -> None:
         """Raise `UsageError` naming the two settings that contradict each other."""
-        if self.eviction not in ("lru", "s3fifo"):
-            raise UsageError(f"eviction is {self.eviction!r}; it must be lru or s3fifo")
+        if self.eviction not in ("lru", "s3fifo", "cost"):
+            raise UsageError(f"eviction is {self.eviction!r}; it must be lru, s3fifo or cost")
         rules = (
             (0 < self.tick_ms <= self.suspect_ms, "tick_ms", "suspect_ms"),
             (self.heartbeat_ms >= 10, "10", "heartbeat_ms"),

@@ -31,6 +31,7 @@ from mooncake_py.master.s3fifo import S3Fifo
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
 from mooncake_py.master.work import Work
+from mooncake_py.master.worth import Worth
 from mooncake_py.model import EXTENT_ALIGN_BYTES, extent_bytes
 
 _COUNTERS = (
@@ -45,7 +46,7 @@ _COUNTERS = (
     "reports_wrong_bytes",
     "reports_unreached",
 )
-_POLICIES: dict[str, type[Pool]] = {"lru": Lru, "s3fifo": S3Fifo}
+_POLICIES: dict[str, type[Pool]] = {"lru": Lru, "s3fifo": S3Fifo, "cost": Worth}
 _GENERATION_BITS = 40  # of a generation count puts within a term, the rest is the term
 _SEGMENT_BITS = 16  # likewise of a segment id; more mounts than that go on in the next term's
 _SET_ASIDE_MS = 1_000  # an object whose end would free nothing useful is looked at again later
