@@ -143,15 +143,23 @@ class MasterClient(MasterLink):
         return answers.removed(replies)
 
     def remove_all(
-        self, tenant: str, prefix: bytes = b"", *, force: bool = False, timeout_ms: int
+        self,
+        tenant: str,
+        prefix: bytes = b"",
+        *,
+        pattern: bytes = b"",
+        force: bool = False,
+        timeout_ms: int,
     ) -> Removed:
-        """Remove every object of the tenant whose key begins with `prefix`, in as many calls as it
-        takes. MasterUnavailable after the deadline: some are removed, some are not."""
+        """Remove every object of the tenant whose key begins with `prefix` and in which `pattern`
+        is found (syntax: `pattern.py`), in as many calls as it takes. UsageError: the pattern is
+        not one. MasterUnavailable after the deadline: some are removed, some are not."""
         deadline = Deadline(timeout_ms, self._clock)
+        removal = c.Remove(tenant, (), force, True, prefix, pattern)
         replies: list[Any] = []
         cursor = b""
         while not replies or cursor:
-            request = answers.remove_all_request(tenant, prefix, force, cursor)
+            request = answers.remove_all_request(removal, cursor)
             replies.append(self._call(lane.REMOVE, request, deadline))
             cursor = replies[-1].cursor
         return answers.removed(replies)

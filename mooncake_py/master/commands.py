@@ -72,6 +72,7 @@ class Remove:
     force: bool = False
     all: bool = False  # every object of the tenant whose key begins with `prefix`
     prefix: bytes = b""
+    pattern: bytes = b""  # with all: only keys in which this is found (pattern.py)
     cursor: bytes = b""  # with all: of the answer before, to go on
 
 

@@ -10,7 +10,10 @@ Removal of all goes in steps, so that nobody waits long behind it: one call ends
 objects and grants, looks at no more than `_LOOK_MAX` keys, and answers a cursor to go on with. The
 whole of it reaches what was granted before its first call, and nothing younger, or a removal under
 a steady stream of puts had no end. A cursor names the next slot to look at and that generation; one
-of another term begins at the first slot again, because slots are not the same there. Pure.
+of another term begins at the first slot again, because slots are not the same there.
+
+With a pattern (`pattern.py`) one call takes at most `_STEPS_MAX` steps of the matcher and one key
+more, and what is in writing is left alone: complete objects only are removed. Pure.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from mooncake_py.errors import OK, ObjectLeased, UsageError
 from mooncake_py.master.commands import Applied, Refused, Remove, Statuses
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN
+from mooncake_py.master.pattern import Pattern
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.tenant import Grant, Tenant
 from mooncake_py.master.work import Work
@@ -33,14 +37,16 @@ from mooncake_py.model import BATCH_MAX_KEYS
 
 _CURSOR = struct.Struct("<QQQ")  # term, slot, generation
 _LOOK_MAX = 16_384  # keys of the tenant that one call looks at
+_STEPS_MAX = 100_000  # of a matcher, in one call
+_PATTERNS_MAX = 4  # that are kept ready for the next call
 _STRIDE = 65_536  # slots that are compared with the tenant at once
 
 
 def _fault(command: Remove) -> str:
     if command.all and command.keys:
         return "remove takes keys or all, not both"
-    if command.prefix and not command.all:
-        return "prefix is for remove with all"
+    if (command.prefix or command.pattern) and not command.all:
+        return "prefix and pattern are for remove with all"
     if command.cursor and not (command.all and len(command.cursor) == _CURSOR.size):
         return "cursor is for remove with all, and comes from the answer before"
     if len(command.keys) > BATCH_MAX_KEYS:
@@ -58,7 +64,11 @@ def remove(state: CatalogState, command: Remove, now_ms: int) -> Applied:
     work = Work()
     work.durable = True  # also for absent keys: the record of their end may still be on its way
     if command.all:
-        return work.done(_RemoveAll(state, work, tenant, command, now_ms).run(), now_ms)
+        try:
+            step = _RemoveAll(state, work, tenant, command, now_ms)
+        except UsageError as error:  # of the pattern
+            return Applied(Refused(UsageError.code, str(error)))
+        return work.done(step.run(), now_ms)
     status = bytearray(len(command.keys))
     removed = kept = 0
     for i, key in enumerate(command.keys):
@@ -87,6 +97,16 @@ def _remove_one(
     return OK, 1
 
 
+def _ready(state: CatalogState, text: bytes) -> Pattern:
+    pattern = state.patterns.get(text)
+    if pattern is None:
+        pattern = Pattern(text)
+        if len(state.patterns) >= _PATTERNS_MAX:
+            state.patterns.clear()
+        state.patterns[text] = pattern
+    return pattern
+
+
 @dataclass(slots=True)
 class _RemoveAll:
     """One step of a removal of all. Grants go first: what is left below the limit of generations
@@ -97,6 +117,13 @@ class _RemoveAll:
     tenant: Tenant
     command: Remove
     now_ms: int
+    _pattern: Pattern | None = None
+    _steps_max: int = 0
+
+    def __post_init__(self) -> None:
+        if self.command.pattern:
+            self._pattern = _ready(self.state, self.command.pattern)
+            self._steps_max = self._pattern.spent + _STEPS_MAX
 
     def run(self) -> Statuses:
         state, command = self.state, self.command
@@ -106,7 +133,7 @@ class _RemoveAll:
         if term != state.term:
             slot = 0
         step = state.settings.step_max
-        grants = list(islice(self._grants(limit), step))
+        grants = [] if self._pattern else list(islice(self._grants(limit), step))
         for put, index in grants:
             if index < len(put.keys) and self.tenant.writing.get(put.keys[index]) == (put, index):
                 state.end_grant(self.work, (put, index), Event.REMOVE, self.now_ms)
@@ -124,13 +151,15 @@ class _RemoveAll:
         table, command = self.state.table, self.command
         removed = kept = tried = 0
         for slot, key in self._keys(first):
-            if key is None or tried == count_max:
+            if key is None or tried == count_max or self._tired():
                 cursor = _CURSOR.pack(self.state.term, slot, limit)
                 return Statuses(b"", removed, kept, cursor)
             if table.generation[slot] >= limit or not key.startswith(command.prefix):
                 continue
             if self.tenant.complete.get(key) != slot:
                 continue  # ended just now, with its group
+            if self._pattern and not self._pattern.found_in(key):
+                continue
             tried += 1
             code, ended = _remove_one(
                 self.state, self.work, self.tenant, key, command.force, self.now_ms
@@ -138,6 +167,9 @@ class _RemoveAll:
             removed += ended
             kept += code != OK
         return Statuses(b"", removed, kept)
+
+    def _tired(self) -> bool:
+        return self._pattern is not None and self._pattern.spent > self._steps_max
 
     def _keys(self, first: int) -> Iterator[tuple[int, bytes | None]]:
         """Slots of the tenant from this one on, with their keys; after `_LOOK_MAX` of them the

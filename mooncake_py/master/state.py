@@ -27,6 +27,7 @@ from mooncake_py.master.objects import (
     TTL,
     ObjectTable,
 )
+from mooncake_py.master.pattern import Pattern
 from mooncake_py.master.s3fifo import S3Fifo
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
@@ -86,6 +87,7 @@ class CatalogState:
         self._put_count = 0
         self._ttls: list[tuple[int, int, int]] = []  # heap: until ms, slot, generation
         self.housekeeping_ms = 0
+        self.patterns: dict[bytes, Pattern] = {}  # of removals in progress
         self._aside: dict[int, int] = {}  # slots whose end frees nothing useful, with generation
         self._aside_version = 0  # of the membership then
         self.evicting = False  # between the watermarks, on the way down

@@ -191,8 +191,15 @@ def remove_request(tenant: str, keys: Sequence[bytes], force: bool) -> Message:
     return pb.RemoveRequest(tenant=tenant, keys=keys, force=force)
 
 
-def remove_all_request(tenant: str, prefix: bytes, force: bool, cursor: bytes) -> Message:
-    return pb.RemoveRequest(tenant=tenant, prefix=prefix, force=force, all=True, cursor=cursor)
+def remove_all_request(removal: c.Remove, cursor: bytes) -> Message:
+    return pb.RemoveRequest(
+        tenant=removal.tenant,
+        prefix=removal.prefix,
+        pattern=removal.pattern,
+        force=removal.force,
+        all=True,
+        cursor=cursor,
+    )
 
 
 def list_request(tenant: str, prefix: bytes, after: bytes, limit: int) -> Message:

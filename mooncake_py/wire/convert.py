@@ -128,9 +128,9 @@ def _remove(r: pb.RemoveRequest, edge: Edge) -> c.Remove:
     keys = _keys(r)
     if r.all and keys:
         raise UsageError("remove: `all` goes with a prefix, not with keys")
-    if r.prefix and not r.all:
-        raise UsageError("remove: a prefix needs `all`")
-    return c.Remove(_tenant(r), keys, r.force, r.all, r.prefix, r.cursor)
+    if (r.prefix or r.pattern) and not r.all:
+        raise UsageError("remove: a prefix or a pattern needs `all`")
+    return c.Remove(_tenant(r), keys, r.force, r.all, r.prefix, r.pattern, r.cursor)
 
 
 def _list(r: pb.ListRequest, edge: Edge) -> c.List:

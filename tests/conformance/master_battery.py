@@ -300,3 +300,11 @@ class MasterBattery:
         removed = client.remove_all("t", timeout_ms=T)
         assert (removed.removed, removed.kept) == (1_800, 0)
         assert not client.exists("t", keys, timeout_ms=T).any()
+
+    def test_f19_removal_by_pattern(self, client: MasterClient, node: int) -> None:
+        stored(client, "t", [b"model-a/1", b"model-b/1", b"model-b/x"])
+        removed = client.remove_all("t", b"model-", pattern=rb"b/\d+$", timeout_ms=T)
+        assert removed.removed == 1
+        assert client.exists("t", [b"model-b/1", b"model-b/x"], timeout_ms=T).tolist() == [0, 1]
+        with pytest.raises(UsageError, match="parenthesis"):
+            client.remove_all("t", pattern=b"(", timeout_ms=T)

@@ -208,7 +208,7 @@ class Client:
         floor = max(self.history.keys, default=0) + 1
         cursor = b""
         for _ in range(30):
-            answer = yield from self._ask(Remove("t", (), True, True, b"k", cursor))
+            answer = yield from self._ask(Remove("t", (), True, True, b"k", b"", cursor))
             if not isinstance(answer, Answer) or not isinstance(answer.reply, Statuses):
                 return
             cursor = answer.reply.cursor

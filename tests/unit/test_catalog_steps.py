@@ -110,7 +110,7 @@ def remove_all(driver: Driver, prefix: bytes = b"", force: bool = False) -> list
     """The answers of all its calls."""
     replies, cursor = [], b""
     while not replies or cursor:
-        reply = driver.apply(Remove("t", (), force, True, prefix, cursor)).reply
+        reply = driver.apply(Remove("t", (), force, True, prefix, b"", cursor)).reply
         assert isinstance(reply, Statuses)
         replies.append(reply)
         cursor = reply.cursor
@@ -141,7 +141,7 @@ def test_f19_a_removal_of_all_ends_although_others_keep_putting(driver: Driver) 
     while cursor:
         young.append(b"young%d" % calls)
         assert driver.put(young[-1:], 64) == [0]
-        reply = driver.apply(Remove("t", (), False, True, b"", cursor)).reply
+        reply = driver.apply(Remove("t", (), False, True, b"", b"", cursor)).reply
         assert isinstance(reply, Statuses)
         cursor, calls = reply.cursor, calls + 1
         assert calls < 30
@@ -165,7 +165,7 @@ def test_f19_a_removal_goes_on_with_the_next_master(driver: Driver) -> None:
     assert driver.put([b"young"], 64) == [0]
     cursor, removed = first.cursor, first.removed
     while cursor:
-        reply = driver.apply(Remove("t", (), False, True, b"", cursor)).reply
+        reply = driver.apply(Remove("t", (), False, True, b"", b"", cursor)).reply
         assert isinstance(reply, Statuses)
         cursor, removed = reply.cursor, removed + reply.removed
     assert removed == 60
@@ -176,10 +176,10 @@ def test_a_cursor_that_no_answer_gave_is_refused_or_harmless(driver: Driver) -> 
     driver.put([b"k"], 64)
     for command in (
         Remove("t", [b"k"], cursor=bytes(24)),
-        Remove("t", (), False, True, b"", b"short"),
+        Remove("t", (), False, True, b"", b"", b"short"),
     ):
         assert isinstance(driver.apply(command).reply, Refused)
-    far = Remove("t", (), False, True, b"", b"\xff" * 24)
+    far = Remove("t", (), False, True, b"", b"", b"\xff" * 24)
     reply = driver.apply(far).reply
     assert isinstance(reply, Statuses)
     assert not reply.cursor
@@ -214,3 +214,30 @@ def test_a16_a_heartbeat_between_two_steps_is_answered(driver: Driver) -> None:
     while tick(driver):
         beat = Heartbeat(segment.node, segment.incarnation, segment.segment_id)
         assert driver.apply(beat).reply == Done()
+
+
+def test_f19_a_removal_by_pattern_takes_what_matches_in_bounded_steps(driver: Driver) -> None:
+    long = b"x" * 1000
+    keys = [long + b"/%d" % i for i in range(500)]
+    driver.put(keys, 64)
+    driver.start([long + b"/7-writing"], 64)
+    cursor, calls, removed = b"", 0, 0
+    while not calls or cursor:
+        reply = driver.apply(Remove("t", (), False, True, b"", b"(x+)+/\\d*7$", cursor)).reply
+        assert isinstance(reply, Statuses)
+        cursor, calls, removed = reply.cursor, calls + 1, removed + reply.removed
+    assert calls >= 5, "a call looks at about a hundred keys of a thousand bytes"
+    assert removed == 50
+    assert driver.exists(keys) == [int(not key.endswith(b"7")) for key in keys]
+    assert driver.catalog.state.open_grants == 1
+    check_invariants(driver.catalog)
+
+
+def test_f19_a_pattern_that_is_none_is_refused_before_anything_changes(driver: Driver) -> None:
+    driver.put([b"k"], 64)
+    for command in (
+        Remove("t", (), False, True, b"", b"(k"),
+        Remove("t", [b"k"], pattern=b"k"),
+    ):
+        assert isinstance(driver.apply(command).reply, Refused)
+    assert driver.exists([b"k"]) == [1]

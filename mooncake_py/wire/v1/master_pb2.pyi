@@ -258,6 +258,7 @@ class RemoveRequest(Message):
     all: bool
     prefix: bytes
     cursor: bytes
+    pattern: bytes
     def __init__(
         self,
         *,
@@ -267,6 +268,7 @@ class RemoveRequest(Message):
         all: bool | None = ...,
         prefix: bytes | None = ...,
         cursor: bytes | None = ...,
+        pattern: bytes | None = ...,
     ) -> None: ...
 
 class RemoveReply(Message):
