@@ -9,8 +9,8 @@ who stops when it has had enough.
 Syntax, over bytes: literals, `.` (any byte), classes `[a-z]` and `[^a-z]`, `\\d \\w \\s` and their
 complements, groups `( )`, `|`, `* + ? {m} {m,} {m,n}`, `^` at the very beginning and `$` at the
 very end, which anchor the whole of it. Else a pattern is found anywhere in the key. There are no
-references back and no look-arounds. Limits: `PATTERN_MAX_BYTES`, and `_STATES_MAX` states after all
-repetitions. Pure.
+references back and no look-arounds. Limits: `PATTERN_MAX_BYTES`, and `_STATES_MAX` states and
+`_BUILT_MAX` parts after all repetitions. Pure.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mooncake_py.errors import UsageError
 
 PATTERN_MAX_BYTES = 256
 _STATES_MAX = 256
+_BUILT_MAX = 4096
 _DEPTH_MAX = 16
 _REMEMBERED_MAX = 10_000
 _ALL = (1 << 256) - 1
@@ -177,7 +178,7 @@ class _Parser:
 
     def _number(self) -> int:
         start = self._at
-        while self._peek() in _DIGITS and self._at - start < 4:
+        while ord("0") <= self._peek() <= ord("9") and self._at - start < 4:
             self._at += 1
         if start == self._at:
             raise self._fault("has a repetition without a number")
@@ -195,6 +196,7 @@ class _Automaton:
     masks: list[int] = field(default_factory=lambda: [0])
     targets: list[int] = field(default_factory=lambda: [_END])
     empties: list[list[int]] = field(default_factory=lambda: [[]])
+    built: int = 0
 
     def state(self, mask: int, target: int, empties: list[int]) -> int:
         if len(self.masks) == _STATES_MAX:
@@ -205,7 +207,11 @@ class _Automaton:
         return len(self.masks) - 1
 
     def build(self, node: _Node, follow: int) -> int:
-        """The state that begins this node, after which `follow` comes."""
+        """The state that begins this node, after which `follow` comes. Repetitions of nothing make
+        no states, so what is built is counted as well."""
+        self.built += 1
+        if self.built > _BUILT_MAX:
+            raise UsageError(f"the pattern has more than {_BUILT_MAX} parts when it is written out")
         match node:
             case _One(mask):
                 return self.state(mask, follow, [])

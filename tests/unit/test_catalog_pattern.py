@@ -62,6 +62,7 @@ def test_f19_patterns_that_ruin_others_cost_a_bounded_number_of_steps(text: byte
         (b"(a)\\1", "unknown escape"), (b"(?=a)", "means nothing"), (b"a\\", "early"),
         (b"(a{100}){100}", "states"), (b"[z-a]", "range"), (b"a" * 257, "longer"),
         (b"(" * 30 + b")" * 30, "in each other"), (b"a^b", "means nothing"),
+        (b"a{", "number"), (b"((){9999}){9999}", "written out"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_by_name(text: bytes, word: str) -> None:
