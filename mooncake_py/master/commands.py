@@ -125,6 +125,7 @@ class Mount:
     nbytes: int
     host_id: str
     segment_id: int = 0  # 0: a new segment
+    domain: str = ""  # what fails together with others of the same label (rack, zone); "": unknown
 
 
 @dataclass(frozen=True, slots=True)

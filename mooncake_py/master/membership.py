@@ -42,6 +42,7 @@ class Segment:
     __slots__ = (
         "address",
         "allocator",
+        "domain",
         "host_id",
         "incarnation",
         "index",
@@ -66,6 +67,7 @@ class Segment:
         self.region = mount.region
         self.nbytes = mount.nbytes
         self.host_id = mount.host_id
+        self.domain = mount.domain  # known while it is mounted with this master
         self.allocator = Allocator(mount.nbytes // UNIT_BYTES)
         self.state = ALIVE
         self.mounted = True  # with this master, not only with a former one

@@ -21,7 +21,7 @@ _SEGMENTS_MAX = 1 << 16
 
 def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     members = state.members
-    texts = (command.node, command.address, command.host_id)
+    texts = (command.node, command.address, command.host_id, command.domain)
     if not command.node or any(len(text.encode()) > _NAME_MAX_BYTES for text in texts):
         cause = f"node needs a name, and no text may be longer than {_NAME_MAX_BYTES} bytes"
         return Applied(Refused(UsageError.code, cause))
@@ -42,6 +42,7 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
         segment = members.add(command, members.next_segment_id, now_ms)
         state.mark(work)
     segment.address, segment.host_id = command.address, command.host_id
+    segment.domain = command.domain
     segment.region = command.region
     segment.seen_ms = now_ms
     segment.mounted = True

@@ -5,7 +5,8 @@ host (a put is then a memory copy); then the rest. Within a tier two segments ar
 with the larger share of free space is taken, which fills segments of different sizes in
 proportion. A new segment in an old cluster would win every such draw and be flooded, so in its
 first `slow_start_ms` it loses most of them, fewer as time goes on. Replicas of one object are on
-distinct nodes, and on distinct hosts as long as there are any. Random numbers come from the
+distinct nodes, on distinct hosts as long as there are any, and before that on distinct failure
+domains, for nodes that are labelled with theirs. Random numbers come from the
 command, so the same command always decides the same. Pure.
 """
 
@@ -84,16 +85,20 @@ class Placer:
         return places
 
     def another(self, units: int, chosen: Sequence[Segment]) -> int:
-        """A place on a node (if possible a host) other than those of `chosen`; or -1."""
+        """A place on a node (if possible a host, if possible a domain) other than those of
+        `chosen`; or -1."""
         nodes = {each.node for each in chosen}
         hosts = {each.host_id for each in chosen if each.host_id}
-        for same_host in (False, True):
+        domains = {each.domain for each in chosen if each.domain}
+        nearness = {
+            each.index: 2 if each.host_id in hosts else int(each.domain in domains)
+            for tier in self._tiers
+            for each in tier
+            if each.node not in nodes
+        }
+        for near in sorted(set(nearness.values())):
             for tier in self._tiers:
-                fit = [
-                    each
-                    for each in tier
-                    if each.node not in nodes and (each.host_id in hosts) == same_host
-                ]
+                fit = [each for each in tier if nearness.get(each.index) == near]
                 place = self._take(units, fit)
                 if place >= 0:
                     return place

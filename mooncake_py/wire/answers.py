@@ -225,6 +225,7 @@ def mount_request(mount: c.Mount) -> Message:
         nbytes=mount.nbytes,
         host_id=mount.host_id,
         segment_id=mount.segment_id,
+        domain=mount.domain,
         protocol_major=PROTOCOL_MAJOR,
         protocol_minor=PROTOCOL_MINOR,
     )

@@ -153,7 +153,7 @@ def _mount(r: pb.MountRequest, edge: Edge) -> c.Mount:
         raise UsageError("mount: incarnation and nbytes must not be 0")
     return c.Mount(
         _name("the node's name", r.node), r.incarnation, _name("the node's address", r.address),
-        r.region, r.nbytes, r.host_id, r.segment_id,
+        r.region, r.nbytes, r.host_id, r.segment_id, r.domain,
     )  # fmt: skip
 
 

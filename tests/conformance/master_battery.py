@@ -6,6 +6,7 @@ running master that nothing else uses and whose clock goes by itself.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
@@ -308,3 +309,14 @@ class MasterBattery:
         assert client.exists("t", [b"model-b/1", b"model-b/x"], timeout_ms=T).tolist() == [0, 1]
         with pytest.raises(UsageError, match="parenthesis"):
             client.remove_all("t", pattern=b"(", timeout_ms=T)
+
+    def test_a17_replicas_lie_in_distinct_failure_domains(self, client: MasterClient) -> None:
+        ids = {}
+        for node, domain in (("node-a", "r1"), ("node-b", "r1"), ("node-c", "r2")):
+            labelled = replace(mount(client, node), domain=domain)
+            ids[node] = client.mount(labelled, timeout_ms=T).segment_id
+        keys = [b"%d" % i for i in range(20)]
+        policy = ReplicaPolicy(replica_count=2)
+        grants = client.put_start("", keys, [1] * 20, policy, timeout_ms=T)
+        rows = {grant.segment.segment_id: len(grant.table()) for grant in grants.grants}
+        assert rows[ids["node-c"]] == 20

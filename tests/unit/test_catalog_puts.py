@@ -6,7 +6,8 @@ import pytest
 from catalog_model import Driver, check_invariants, grant_rows, place_rows
 
 from mooncake_py.errors import LeaseExpired, ObjectExists, OutOfSpace, QuotaExceeded, UsageError
-from mooncake_py.master.commands import PutStart, Refused, Status, StatusInfo
+from mooncake_py.master.catalog import Catalog
+from mooncake_py.master.commands import Mount, PutStart, Refused, Status, StatusInfo
 from mooncake_py.model import BATCH_MAX_KEYS, KEY_MAX_BYTES, ReplicaPolicy, extent_bytes
 
 EXISTS, SPACE, EXPIRED = ObjectExists.code, OutOfSpace.code, LeaseExpired.code
@@ -140,6 +141,41 @@ def test_f13_a17_replicas_lie_on_distinct_nodes_and_the_answer_says_how_many() -
         rows = grant_rows(driver.start([b"k%d" % i], 64, replica_count=2, strict=True))
         assert len({row[1] for row in rows}) == 2
     check_invariants(driver.catalog)
+
+
+def test_f13_a17_replicas_prefer_distinct_failure_domains() -> None:
+    driver = Driver()
+    domains = {}
+    for name, domain in (("a", "r1"), ("b", "r1"), ("c", "r1"), ("d", "r2"), ("e", "")):
+        mount = Mount(name, 1, f"{name}:1", 1, 1024 * KIB, name, 0, domain)
+        segment_id = driver.apply(mount).reply.segment_id  # type: ignore[union-attr]
+        domains[segment_id] = domain
+    for i in range(30):
+        rows = grant_rows(driver.start([b"two%d" % i], 64, replica_count=2))
+        two = sorted(domains[row[1]] for row in rows)
+        assert two in (["", "r1"], ["", "r2"], ["r1", "r2"])
+    for i in range(30):
+        rows = grant_rows(driver.start([b"four%d" % i], 64, replica_count=4, strict=True))
+        four = sorted(domains[row[1]] for row in rows)
+        assert four == ["", "r1", "r1", "r2"], "what is left over is on nodes of a domain twice"
+
+
+def test_a17_a_restarted_master_knows_domains_when_nodes_have_mounted_again() -> None:
+    driver = Driver()
+    ids = {}
+    nodes = {"a": "r1", "b": "r1", "c": "r2"}
+    for _ in range(2):
+        for name, domain in nodes.items():
+            known = ids.get(name, 0)
+            mount = Mount(name, 1, f"{name}:1", 1, 1024 * KIB, name, known, domain)
+            ids[name] = driver.apply(mount).reply.segment_id  # type: ignore[union-attr]
+        for i in range(20):
+            key = b"%d/%d" % (i, len(driver.log))
+            rows = grant_rows(driver.start([key], 64, replica_count=2, strict=True))
+            assert ids["c"] in {row[1] for row in rows}
+        fresh = Catalog(driver.settings)
+        fresh.restore(None, driver.log, driver.now_ms)
+        driver.catalog = fresh
 
 
 def test_a17_replicas_prefer_distinct_hosts() -> None:

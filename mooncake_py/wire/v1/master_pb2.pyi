@@ -351,6 +351,7 @@ class MountRequest(Message):
     segment_id: int
     protocol_major: int
     protocol_minor: int
+    domain: str
     def __init__(
         self,
         *,
@@ -363,6 +364,7 @@ class MountRequest(Message):
         segment_id: int | None = ...,
         protocol_major: int | None = ...,
         protocol_minor: int | None = ...,
+        domain: str | None = ...,
     ) -> None: ...
 
 class MountReply(Message):
