@@ -222,10 +222,8 @@ class _PutStart:
         replicas = policy.replica_count
         if units > self.largest:
             return _SPACE
-        if policy.hard_pin:
-            wanted = state.hard_pinned_units + units * replicas
-            if wanted > self.capacity * state.settings.hard_pin_max_ratio:
-                return _QUOTA
+        if policy.hard_pin and not self._may_pin(units * replicas):
+            return _QUOTA
         if not self.allowance.take(self.work, units * replicas, self.now_ms):
             self.tenant.counters["quota_refusals"] += 1
             return _QUOTA
@@ -248,8 +246,15 @@ class _PutStart:
                 self.allowance.give_back_units(units * (replicas - index))
                 break
         if policy.hard_pin:
-            state.hard_pinned_units += units * len(places)
+            state.pin(self.tenant, units * len(places))
         return tuple(places)
+
+    def _may_pin(self, units: int) -> bool:
+        """Are so many more within what all, and what one tenant, may pin?"""
+        all_max = self.capacity * self.state.settings.hard_pin_max_ratio
+        own_max = self.capacity * self.state.settings.tenant_hard_pin_max_ratio
+        total, own = self.state.hard_pinned_units + units, self.tenant.hard_pinned_units + units
+        return total <= all_max and own <= own_max
 
     def _one_replica(self, units: int, places: Sequence[int], needed: bool) -> int:
         """A place, making space if need be; or -1."""
@@ -299,7 +304,7 @@ class _PutStart:
                 self.state.release(place, units, 0, self.now_ms)
             self.allowance.give_back(units * len(replicas))
             if self.policy.hard_pin:
-                self.state.hard_pinned_units -= units * len(replicas)
+                self.state.pin(self.tenant, -units * len(replicas))
         return [i for i, _ in kept], [replicas for _, replicas in kept]
 
     def _group_names(self, indices: list[int]) -> Sequence[int]:

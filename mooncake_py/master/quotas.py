@@ -111,5 +111,8 @@ def tenant_info(tenant: Tenant) -> TenantInfo:
         bytes_max=quota.bytes_max if quota else 0,
         keys_max=quota.keys_max if quota else 0,
         policy=quota.policy if quota else "",
-        counters=dict(tenant.counters),
+        counters={
+            **tenant.counters,
+            "hard_pinned_bytes": EXTENT_ALIGN_BYTES * tenant.hard_pinned_units,
+        },
     )

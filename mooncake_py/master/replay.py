@@ -294,7 +294,7 @@ def _put_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> 
         state.members.at(place >> PLACE_BITS).used_units += units
     tenant.used_bytes += units * UNIT_BYTES * len(places)
     if fields.hard_pin:
-        state.hard_pinned_units += units * len(places)
+        state.pin(tenant, units * len(places))
     return put
 
 

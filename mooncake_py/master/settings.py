@@ -30,6 +30,7 @@ class CatalogSettings:
     eviction: str = "lru"  # or "s3fifo" or "cost" (eviction.py, s3fifo.py, worth.py)
     soft_pin_max_ms: int = 3_600_000  # longest soft pin; longer wishes are cut to it
     hard_pin_max_ratio: float = 0.5  # of the cluster's bytes; more hard pins are refused
+    tenant_hard_pin_max_ratio: float = 0.5  # likewise, of one tenant
     replica_max: int = 8
     object_max_bytes: int = OBJECT_MAX_BYTES
     objects_max: int = 16_000_000  # more objects evict others; 43 bytes of address space each

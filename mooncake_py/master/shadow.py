@@ -211,7 +211,7 @@ class Shadow:
             state.members.at(place >> PLACE_BITS).used_units += units
         put.tenant.used_bytes += units * UNIT_BYTES * len(places)
         if put.hard_pin:
-            state.hard_pinned_units += units * len(places)
+            state.pin(put.tenant, units * len(places))
 
     def _grant(self, put: Put, index: int) -> None:
         key = put.keys[index]

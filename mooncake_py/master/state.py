@@ -171,7 +171,7 @@ class CatalogState:
         for place in places:
             self.release(place, units, until_ms, now_ms)
         if put.hard_pin:
-            self.hard_pinned_units -= units * len(places)
+            self.pin(put.tenant, -units * len(places))
         nbytes = units * EXTENT_ALIGN_BYTES * len(places)
         put.tenant.used_bytes -= nbytes
         return nbytes
@@ -234,12 +234,17 @@ class CatalogState:
         if tenant.complete.get(key) == slot:
             del tenant.complete[key]
         if table.flags[slot] & HARD_PIN:
-            self.hard_pinned_units -= units * len(places)
+            self.pin(tenant, -units * len(places))
         tenant.pool.remove(slot)
         group = table.groups[slot] if table.flags[slot] & GROUP else 0
         table.drop(slot)
         if group:
             self.groups.leave(group, key, slot)
+
+    def pin(self, tenant: Tenant, units: int) -> None:
+        """So many more units are hard-pinned."""
+        self.hard_pinned_units += units
+        tenant.hard_pinned_units += units
 
     def join_group(self, name: int, tenant: Tenant, key: bytes, slot: int) -> None:
         """This complete object is a member."""
@@ -407,7 +412,7 @@ class CatalogState:
         tenant = self.tenants.at(table.tenant[slot])
         tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * len(lost)
         if table.flags[slot] & HARD_PIN:
-            self.hard_pinned_units -= units * len(lost)
+            self.pin(tenant, -units * len(lost))
         table.keep_places(slot, kept)
 
     def readable(self, slot: int, now_ms: int) -> bool:

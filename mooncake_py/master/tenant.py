@@ -87,6 +87,7 @@ class Tenant:
     complete: dict[bytes, int] = field(default_factory=dict)
     writing: dict[bytes, Grant] = field(default_factory=dict)
     used_bytes: int = 0  # extents of complete and writing objects
+    hard_pinned_units: int = 0  # of these
 
     # by prefix and the last key of the page before
     listings: dict[tuple[bytes, bytes], Listing] = field(default_factory=dict)

@@ -101,6 +101,7 @@ class _Books:
             len(each.slots) for each in state.groups._groups.values()
         )
         assert self.pinned_units == state.hard_pinned_units
+        assert self.pinned_units == sum(each.hard_pinned_units for each in state.tenants)
         assert state.open_grants == sum(len(each.writing) for each in state.tenants)
         assert len(set(self.generations)) == len(self.generations), "a generation lives twice"
         assert all(each < state.next_generation for each in self.generations)

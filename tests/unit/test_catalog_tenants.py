@@ -12,11 +12,13 @@ from mooncake_py.master.commands import (
     PutEnd,
     PutStart,
     Refused,
+    Remove,
     SetQuota,
     Status,
     StatusInfo,
     TenantInfo,
 )
+from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.model import ReplicaPolicy
 
 QUOTA = QuotaExceeded.code
@@ -164,3 +166,20 @@ def test_a_wrong_policy_is_refused(driver: Driver) -> None:
     assert isinstance(driver.apply(SetQuota("t", policy="steal")).reply, Refused)
     assert isinstance(driver.apply(SetQuota("t" * 500)).reply, Refused)
     assert OutOfSpace.code != QUOTA
+
+
+def test_f18_a_tenant_pins_no_more_than_its_share_and_leaves_the_rest_to_others() -> None:
+    driver = Driver(CatalogSettings(tenant_hard_pin_max_ratio=0.1, objects_max=1 << 12))
+    driver.mount("a", SEGMENT)
+    assert put(driver, "greedy", names(0, 15), hard_pin=True) == [0] * 10 + [QUOTA] * 5
+    assert put(driver, "modest", names(0, 5), hard_pin=True) == [0] * 5
+    assert info(driver, "greedy").counters["hard_pinned_bytes"] == 10 * 4096
+    driver.apply(Remove("greedy", names(0, 3), force=True))
+    assert put(driver, "greedy", names(20, 4), hard_pin=True) == [0] * 3 + [QUOTA]
+    check_invariants(driver.catalog)
+    fresh = Catalog(driver.settings)
+    fresh.restore(None, driver.log, driver.now_ms)
+    check_invariants(fresh)
+    tenant = fresh.state.tenants.find("greedy")
+    assert tenant is not None
+    assert tenant.hard_pinned_units == 10 * 64
