@@ -42,7 +42,7 @@ class Held:
 
     def ask(self, peer: Peer, request: HoldRequest) -> HoldReply:
         peer.send(HOLD_KIND, request.encode(), timeout_ms=5_000)
-        message = self.node.receive(5_000)
+        message = self.node.inbox.receive(5_000)
         assert message is not None
         return self.holds.serve(message, SEGMENT)
 
@@ -79,7 +79,7 @@ def test_f65_holds_end_with_their_connection(held: Held) -> None:
         assert held.segment.stats().held_count == 1
     deadline = Deadline(10_000, SystemClock())
     while held.segment.stats().held_count and not deadline.passed():
-        held.node.receive(20)
+        held.node.inbox.receive(20)
         held.holds.sweep()
     assert held.segment.stats().held_count == 0
 
