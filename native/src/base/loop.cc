@@ -227,16 +227,27 @@ void Loop::handle(int epoll, int timeout_ms, const Event* until) {
   }
 }
 
+// Says who holds the role, however its work ends.
+class Loop::Driving {
+ public:
+  explicit Driving(Loop& loop) : loop_(loop) { loop_.driver_id_ = std::this_thread::get_id(); }
+  ~Driving() { loop_.driver_id_ = std::thread::id(); }
+  Driving(const Driving&) = delete;
+  Driving& operator=(const Driving&) = delete;
+
+ private:
+  Loop& loop_;
+};
+
 void Loop::handle_shared_on_progress() {
   const std::unique_lock role(role_, std::try_to_lock);
   if (!role) {  // a driver is about to take the set away, or gives it back this moment
     sched_yield();
     return;
   }
-  driver_id_ = std::this_thread::get_id();
+  const Driving driving(*this);
   handle(shared_.get(), 0, nullptr);
   run_shared_calls();
-  driver_id_ = std::thread::id();
 }
 
 void Loop::run() {
@@ -247,7 +258,6 @@ void Loop::run() {
       run_calls_on_progress();
     } catch (const std::bad_alloc&) {
       // What was at hand is lost to its owner's deadline; the rest of the process goes on.
-      driver_id_ = std::thread::id();
     }
   }
 }
@@ -277,7 +287,7 @@ bool Loop::drive(Event& event, Deadline deadline) {
   if (on_progress() || drives_shared()) return false;
   const std::unique_lock role(role_, std::try_to_lock);
   if (!role || stopping_) return false;
-  driver_id_ = std::this_thread::get_id();
+  const Driving driving(*this);
   lend(true);
   if (event.begin_driving(this)) {
     while (!event.is_set() && !deadline.passed() && !stopping_) {
@@ -291,7 +301,6 @@ bool Loop::drive(Event& event, Deadline deadline) {
   }
   event.end_driving();
   lend(false);
-  driver_id_ = std::thread::id();
   return !stopping_ || event.is_set();
 }
 

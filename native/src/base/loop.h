@@ -72,6 +72,8 @@ class Loop final : private Kickable {
   bool drives_shared() const { return std::this_thread::get_id() == driver_id_.load(); }
 
  private:
+  class Driving;
+
   void run();
   void wake();
   void kick() override;

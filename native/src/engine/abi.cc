@@ -220,7 +220,11 @@ int32_t mc_batch_submit(mc_engine* engine, uint64_t id, mc_slice* slices, uint64
     handle->endpoint = peer->endpoint;
     handle->batch = batch;
     core.track(batch, peer->endpoint);
-    peer->endpoint->submit(batch, false);
+    try {
+      peer->endpoint->submit(batch, false);
+    } catch (const std::bad_alloc&) {
+      peer->endpoint->cancel(batch, MC_E_OUT_OF_SPACE, "out of memory");
+    }
     if (!batch->done()) {
       handle->timer = core.loop().call_at(
           deadline, [weak = std::weak_ptr(batch), endpoint = std::weak_ptr(peer->endpoint)] {
@@ -280,7 +284,11 @@ int32_t mc_transfer(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n
     if (status != MC_OK) return status;
     const auto batch = std::make_shared<Batch>(slices, n, Deadline::in_ms(timeout_ms));
     core.track(batch, peer->endpoint);
-    peer->endpoint->submit(batch, true);
+    try {
+      peer->endpoint->submit(batch, true);
+    } catch (const std::bad_alloc&) {
+      peer->endpoint->cancel(batch, MC_E_OUT_OF_SPACE, "out of memory");  // what has begun, too
+    }
     if (!batch->wait(core.loop(), batch->deadline())) {
       peer->endpoint->cancel(batch, MC_E_TIMEOUT, "the transfer did not end before its deadline");
     }

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 
 #include "engine/greeter.h"
 #include "engine/hello.h"
@@ -280,7 +281,12 @@ int32_t Engine::request(uint64_t id, const MessageHead& head, const void* data, 
   if (const int32_t status = peer->requests.add(numbered.correlation, out); status != MC_OK) {
     return status;
   }
-  int32_t status = peer->endpoint->send(numbered, data, deadline);
+  int32_t status = MC_OK;
+  try {
+    status = peer->endpoint->send(numbered, data, deadline);
+  } catch (const std::bad_alloc&) {
+    status = fail(MC_E_OUT_OF_SPACE, "no memory for the request");  // the waiter must not stay
+  }
   if (status == MC_OK && !loop_.wait(out->done, deadline)) {
     status = fail(MC_E_TIMEOUT, "no reply from %s before the deadline",
                   peer->introduction.address.c_str());

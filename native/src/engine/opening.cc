@@ -1,5 +1,6 @@
 // The side that calls: mc_peer_open.
 #include <algorithm>
+#include <new>
 
 #include "engine/engine.h"
 #include "engine/hello.h"
@@ -34,13 +35,21 @@ int32_t Engine::open_peer(const std::string& address, Deadline deadline, uint64_
     }
     opening_.insert(address);
   }
-  const int32_t status = connect_peer(address, deadline, out_peer);
-  {
-    const std::lock_guard lock(mutex_);
-    opening_.erase(address);
+  const auto opened = [&] {
+    {
+      const std::lock_guard lock(mutex_);
+      opening_.erase(address);
+    }
+    opened_.notify_all();
+  };
+  try {
+    const int32_t status = connect_peer(address, deadline, out_peer);
+    opened();
+    return status;
+  } catch (const std::bad_alloc&) {
+    opened();  // others may try
+    throw;
   }
-  opened_.notify_all();
-  return status;
 }
 
 int32_t Engine::connect_peer(const std::string& address, Deadline deadline, uint64_t* out_peer) {
