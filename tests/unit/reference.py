@@ -62,6 +62,7 @@ class Reference:
         self.generations: set[int] = set()
         self.committed: set[int] = set()
         self.gone: set[int] = set()
+        self.keys_max, self.quota_policy = 0, "reject"
 
     @property
     def now(self) -> int:
@@ -132,7 +133,9 @@ class Reference:
     def started(self, keys: list[bytes], length: int, applied: Applied, **policy: int) -> None:
         """Judge a put start, by what was there before and what it says it dropped."""
         before = {
-            key: kept.generation for key, kept in self.objects.items() if not self._ended(kept)
+            key: kept.generation
+            for key, kept in self.objects.items()
+            if not self._ended(kept) and not policy.get("upsert")
         }
         before |= {
             key: begun.generation
@@ -166,10 +169,12 @@ class Reference:
                     key, generation, length, {row[1] for row in rows if row[0] == i}, policy
                 )
             elif code == 21:
-                assert policy.get("hard_pin")
+                assert policy.get("hard_pin") or self.keys_max
             else:
                 assert code == 20
                 self._judge_full(length, policy)
+        if seen and self.keys_max and self.quota_policy != "borrow":
+            assert len(self.objects) + len(self.grants) <= self.keys_max, "beyond the quota"
         settings = self.driver.settings
         self.promise(self.now + settings.grant_ttl_ms + settings.grant_margin_ms, rows)
 

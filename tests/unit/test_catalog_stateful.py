@@ -28,11 +28,13 @@ from mooncake_py.master.commands import (
     Refused,
     Remove,
     Report,
+    SetQuota,
     Tick,
     Unmount,
 )
 from mooncake_py.master.membership import GONE
 from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.tenant import POLICIES
 from mooncake_py.model import ReplicaPolicy
 
 KEYS = [b"k%02d" % i for i in range(12)]
@@ -128,17 +130,27 @@ class CatalogMachine(RuleBasedStateMachine):
         strict=st.booleans(),
         pin=st.sampled_from(["", "", "", "hard_pin", "soft_pin_ms", "ttl_ms"]),
         random=random64,
+        upsert=st.booleans(),
     )
-    def start(
-        self, keys: list[bytes], length: int, replicas: int, strict: bool, pin: str, random: int
+    def start(  # noqa: PLR0913, PLR0917  (one a choice of the put)
+        self,
+        keys: list[bytes],
+        length: int,
+        replicas: int,
+        strict: bool,
+        pin: str,
+        random: int,
+        upsert: bool = False,
     ) -> None:
         options = {"hard_pin": True} if pin == "hard_pin" else {pin: 120} if pin else {}
         policy = ReplicaPolicy(replicas, strict, **options)  # type: ignore[arg-type]
         count = len(keys)
-        command = PutStart("t", keys, [length] * count, bytes(16 * count), policy, "a", (), random)
+        command = PutStart(
+            "t", keys, [length] * count, bytes(16 * count), policy, "a", (), random, upsert
+        )
         applied = self.driver.apply(command)
         self.reference.started(
-            keys, length, applied, replica_count=replicas, strict=strict, **options
+            keys, length, applied, replica_count=replicas, strict=strict, upsert=upsert, **options
         )
         granted = applied.reply
         self.puts += [
@@ -146,6 +158,15 @@ class CatalogMachine(RuleBasedStateMachine):
             for key, generation in zip(keys, granted.generations, strict=True)
             if generation
         ]
+
+    @rule(keys_max=st.sampled_from([0, 2, 6]), policy=st.sampled_from(POLICIES))
+    def limit(self, keys_max: int, policy: str) -> None:
+        """A quota takes nothing away by itself."""
+        before = len(self.reference.objects)
+        applied = self.driver.apply(SetQuota("t", 0, keys_max, policy))
+        assert applied.durable_first
+        assert len(self.driver.catalog.state.table) >= before
+        self.reference.keys_max, self.reference.quota_policy = keys_max, policy
 
     @precondition(lambda self: self.puts)
     @rule(data=st.data(), failed=st.sets(st.sampled_from(NODES)), recent=st.booleans())
