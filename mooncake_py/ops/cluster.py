@@ -67,7 +67,7 @@ class ClusterOptions:
 
 
 class Daemon:
-    """A daemon and the fields of its ready line (`design/contracts.md`, daemons)."""
+    """A daemon and the fields of its ready line (`design/daemons.md`)."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
