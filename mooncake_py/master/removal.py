@@ -36,7 +36,7 @@ from mooncake_py.master.work import Work
 from mooncake_py.model import BATCH_MAX_KEYS
 
 _CURSOR = struct.Struct("<QQQ")  # term, slot, generation
-_LOOK_MAX = 16_384  # keys of the tenant that one call looks at
+_LOOK_MAX = 8_192  # keys of the tenant that one call looks at
 _STEPS_MAX = 100_000  # of a matcher, in one call
 _PATTERNS_MAX = 4  # that are kept ready for the next call
 _STRIDE = 65_536  # slots that are compared with the tenant at once
@@ -67,7 +67,7 @@ def remove(state: CatalogState, command: Remove, now_ms: int) -> Applied:
         try:
             step = _RemoveAll(state, work, tenant, command, now_ms)
         except UsageError as error:  # of the pattern
-            return Applied(Refused(UsageError.code, str(error)))
+            return Applied(Refused(UsageError.code, error.cause))
         return work.done(step.run(), now_ms)
     status = bytearray(len(command.keys))
     removed = kept = 0

@@ -38,7 +38,7 @@ class CatalogSettings:
     list_max: int = 10_000  # keys a page
     events_max: int = 0  # newest events kept for mirrors, about 250 bytes each; 0: none
     reclaim_max: int = 2_000  # objects of lost nodes forgotten per tick
-    step_max: int = 1_000  # ended by one tick for each reason, or by one call of a removal of all
+    step_max: int = 500  # ended by one tick for each reason, or by one call of a removal of all
     generation_block: int = 1 << 20  # generations reserved by one durable record
 
     def validate(self) -> None:

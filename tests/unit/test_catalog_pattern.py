@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from mooncake_py.errors import UsageError
@@ -37,7 +37,12 @@ def test_f19_a_pattern_finds_what_re_finds(text: str, keys: list[str]) -> None:
     theirs = re.compile(re.sub(r"\$$", r"\\Z", text).encode(), re.DOTALL)
     if "|" in text and not text.startswith("("):
         return  # `^a|b` anchors only one of the two there
-    ours = Pattern(text.encode())
+    try:
+        ours = Pattern(text.encode())
+    except UsageError as error:
+        if "256 states" not in str(error):
+            raise
+        reject()  # larger than it may be
     for key in keys:
         raw = key.encode()
         wanted = theirs.match(raw) if text.startswith("^") else theirs.search(raw)
