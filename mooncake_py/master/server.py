@@ -7,8 +7,6 @@ SIGTERM and SIGINT stop the master and exit 0; a second signal exits at once.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import sys
 from dataclasses import fields
 from typing import Any
@@ -21,6 +19,7 @@ from mooncake_py.clock import SystemClock
 from mooncake_py.config import MasterSettings, Origin
 from mooncake_py.errors import MooncakeError, UsageError
 from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.stopping import StopSignals
 
 log = logging.getLogger("mooncake_py.master.server")  # also when run with -m
 
@@ -86,18 +85,7 @@ def _serve(settings: MasterSettings, catalog: CatalogSettings, origins: list[Ori
     config.silence_grpc_core()
     from mooncake_py.master.process import Master  # noqa: PLC0415  (loads gRPC's core)
 
-    received: list[int] = []
-    wake, ring = os.pipe()
-
-    def on_signal(number: int, _: object) -> None:
-        """May be interrupted by another signal, so it takes no lock."""
-        received.append(number)
-        if len(received) > 1:
-            os._exit(128 + number)
-        os.write(ring, b"s")
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    stop = StopSignals()
     sys.setswitchinterval(SWITCH_SECONDS)
     master = Master(
         settings, catalog, SystemClock(), lambda text: click.echo(f"mooncake-master {text}")
@@ -105,12 +93,12 @@ def _serve(settings: MasterSettings, catalog: CatalogSettings, origins: list[Ori
     chosen = [str(origin) for origin in origins if origin.source != "default"]
     log.info("settings %s", " ".join([*chosen, "all others default"]))
     log.info("catalog %s", master.recovered)
-    if not received:
+    if not stop.came():
         click.echo(
             f"mooncake-master ready grpc={master.grpc} lane={master.lane} "
             f"metadata={master.metadata} metrics={master.metrics}"
         )
-    os.read(wake, 1)
+    stop.wait()
     log.info("stopping")
     master.close()
 

@@ -7,8 +7,6 @@ once.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import sys
 from dataclasses import fields
 
@@ -18,14 +16,11 @@ from mooncake_py import config
 from mooncake_py import log as log_lines
 from mooncake_py.config import NodeSettings, Origin
 from mooncake_py.errors import MooncakeError, UsageError
+from mooncake_py.stopping import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
 
 PROCESS = "node"
-
-
-class _Stopped(BaseException):
-    """A signal came before the node was ready."""
 
 
 @click.command()
@@ -59,40 +54,26 @@ def _serve(settings: NodeSettings, origins: list[Origin]) -> None:
     config.silence_grpc_core()
     from mooncake_py.store.node_process import Node  # noqa: PLC0415  (loads gRPC's core)
 
-    received: list[int] = []
-    wake, ring = os.pipe()
-    starting = True
-
-    def on_signal(number: int, _: object) -> None:
-        """May be interrupted by another signal, so it takes no lock."""
-        received.append(number)
-        if len(received) > 1:
-            os._exit(128 + number)
-        os.write(ring, b"s")
-        if starting:
-            raise _Stopped
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    stop = StopSignals(raises=True)
     chosen = [str(origin) for origin in origins if origin.source != "default"]
     log.info("settings %s", " ".join(chosen) or "all default")
     node: Node | None = None
     try:
         node = Node(settings)
         node.start()
-        starting = False
-    except _Stopped:
+        stop.raises = False
+    except Stopped:
         log.info("stopped while starting")
         if node is not None:
             node.stop()
         return
-    if not received:
+    if not stop.came():
         click.echo(
             f"mooncake-node ready name={node.name} engine={node.address} master={settings.master} "
             f"segment_bytes={node.segment_bytes} transports={settings.transports} "
             f"health={node.health}"
         )
-    os.read(wake, 1)
+    stop.wait()
     log.info("draining")
     node.stop()
 

@@ -76,11 +76,14 @@ def test_f30_a_node_that_waits_for_its_master_leaves_at_once(tmp_path: Path) -> 
 
 
 def test_a49_two_signals_at_once_end_a_node(lone_master: Cluster) -> None:
-    node = named_node(lone_master)
-    wait_ready(node)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(node.pid, number)
-    assert node.wait(10_000) in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+    """Right after the ready line, when the main thread is just going to sleep; often, since a
+    signal that is slept through shows in some of the tries only."""
+    for _ in range(8):
+        node = named_node(lone_master)
+        wait_ready(node)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(node.pid, number)
+        assert node.wait(10_000) in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 def test_a43_scrapers_that_hang_up_or_say_nothing_keep_nobody_out(lone_master: Cluster) -> None:
