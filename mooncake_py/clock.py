@@ -17,6 +17,11 @@ def stopwatch_ns() -> int:
     return time.perf_counter_ns()
 
 
+def boot_ms() -> int:
+    """Milliseconds since the machine started, also while it or a process stood still."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
+
+
 class Clock(Protocol):
     def now_ms(self) -> int: ...
 
@@ -25,14 +30,10 @@ class SystemClock:
     """Wall clock at construction plus boot-time clock since. Thread-safe."""
 
     def __init__(self) -> None:
-        self._anchor_ms = time.time_ns() // 1_000_000 - self._boot_ms()
-
-    @staticmethod
-    def _boot_ms() -> int:
-        return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
+        self._anchor_ms = time.time_ns() // 1_000_000 - boot_ms()
 
     def now_ms(self) -> int:
-        return self._anchor_ms + self._boot_ms()
+        return self._anchor_ms + boot_ms()
 
 
 class ManualClock:

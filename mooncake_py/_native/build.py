@@ -22,6 +22,7 @@ _ABI: dict[str, str | None] = {
     "memory.h": "memory",
     "segment.h": "memory",
     "engine.h": "engine",
+    "pulls.h": "node",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,11 @@ class OwnedSegment:
         self._lock = threading.Lock()
         self.base = base
         self.nbytes = nbytes
+
+    @property
+    def native(self) -> Any:
+        """The native handle, for other native code."""
+        return self._live()
 
     def begin(self, rows: np.ndarray, now_ms: int, statuses: np.ndarray) -> None:
         lib.mc_segment_begin(self._live(), _rows(rows), len(rows), now_ms, _i32(statuses, rows))

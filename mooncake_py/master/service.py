@@ -21,6 +21,7 @@ from itertools import islice
 from typing import Any
 
 from mooncake_py._native import memory
+from mooncake_py._native.pulls import grant_mac
 from mooncake_py.errors import InternalError, MooncakeError, VersionMismatch, error_of
 from mooncake_py.master import commands as c
 from mooncake_py.master.catalog import Catalog
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 TENANT_SECRETS_MAX = 1024
 UNSEAL_ROWS_MAX = 65_536  # waiting for one segment's heartbeats; the record outlives a lost one
 UNSEAL_ROWS_PER_BEAT = 4_096
-MAC_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -222,9 +222,7 @@ class Service:
         return blake2b(name, key=self._cluster.secret, digest_size=32).digest()
 
     def _mac(self, segment_id: int, rows: bytes) -> bytes:
-        message = segment_id.to_bytes(8, "little") + rows
-        secret = self.grant_secret(segment_id)
-        return blake2b(message, key=secret, digest_size=MAC_BYTES).digest()
+        return grant_mac(segment_id, rows, self.grant_secret(segment_id))
 
     def _digests(self, tenant: str, keys: Sequence[bytes]) -> bytes:
         secret = self._tenant_secrets.get(tenant)

@@ -2,7 +2,7 @@
 
 Threads, and who may be slow:
 * the engine's progress thread serves one-sided reads; no Python runs for a read;
-* `pull_threads` threads take pull requests (a long copy occupies one of them);
+* `pull_threads` threads take pull requests, natively (a long copy occupies one of them);
 * one heartbeat thread with its own channel to the master, which data work cannot starve.
 
 Life: engine and memory -> mount -> ready -> (SIGTERM) draining -> unmount -> gone. The memory is an
@@ -31,7 +31,7 @@ from mooncake_py.store.host import host_id
 from mooncake_py.store.master_time import MasterTime
 from mooncake_py.store.pull import Mounted, PullHandler
 from mooncake_py.transfer import EngineOptions, Memory, Message, TransferEngine
-from mooncake_py.wire.node import HOLD_KIND, PULL_KIND, PullReply
+from mooncake_py.wire.node import HOLD_KIND, HoldReply
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class Node:
         self._region = self._engine.register(self._memory, access="read")
         stack.callback(self._region.close)
         self._pulls = PullHandler(self._engine, self._segment, self._master_time)
+        stack.callback(self._pulls.close)
         self._holds = HoldHandler(self._engine, self._segment)
         self._master = MasterClient(settings.master, role="node", clock=self._clock)
         stack.callback(self._master.close)
@@ -128,7 +129,7 @@ class Node:
 
     def stop(self) -> None:
         """Take nothing new, let running pulls end, tell the master, release everything."""
-        self._pulls.draining = True
+        self._pulls.drain()
         self._closing.set()
         for thread in self._threads:
             thread.join()
@@ -184,10 +185,14 @@ class Node:
             log.warning("the master gave a new segment id: objects held here are dropped")
             self._pulls.mounted = None
             self._drop_all()
-        self._master_time.learnt(mount.master_now_ms, asked_at_ms)
+        self._learn_time(mount.master_now_ms, asked_at_ms)
         self._heartbeat_ms = mount.heartbeat_ms
         self._pulls.mounted = Mounted(mount.segment_id, mount.grant_secret)
         self._answered = True
+
+    def _learn_time(self, master_now_ms: int, asked_at_ms: int) -> None:
+        self._master_time.learnt(master_now_ms, asked_at_ms)
+        self._pulls.follow_time()
 
     def _drop_all(self) -> None:
         while len(rows := self._segment.inventory()):
@@ -227,25 +232,23 @@ class Node:
             log.info("the master does not know this node any more: mounting again")
             self._mount(_MASTER_CALL_MS)
             return
-        self._master_time.learnt(beat.master_now_ms, asked_at_ms)
+        self._learn_time(beat.master_now_ms, asked_at_ms)
         if len(beat.unseal):
             self._segment.unseal(beat.unseal)
 
     # --- clients ---
 
     def _answer(self, message: Message) -> bytes:
-        if message.kind == PULL_KIND:
-            return self._pulls.serve(message).encode()
         if message.kind == HOLD_KIND:
             mounted = self._pulls.mounted
             return self._holds.serve(message, mounted.segment_id if mounted else 0).encode()
         cause = f"this node knows no message kind {message.kind}"
-        return PullReply(code=errors.VersionMismatch.code, cause=cause).encode()
+        return HoldReply(code=errors.VersionMismatch.code, cause=cause).encode()
 
     def _serve_pulls(self) -> None:
         while not self._closing.is_set():
             try:
-                message = self._engine.inbox.receive(_RECEIVE_MS)
+                message = self._pulls.serve(_RECEIVE_MS)
                 if message is None:
                     continue
                 message.reply(self._answer(message))

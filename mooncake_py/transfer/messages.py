@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mooncake_py._native import ffi, lib
 from mooncake_py._native.check import check
@@ -57,10 +57,16 @@ class Inbox:
         self._native = engine.native
         self._threads: list[threading.Thread] = []
 
-    def receive(self, timeout_ms: int) -> Message | None:
-        """The next message; None: none came, woken, or closed."""
+    def receive(
+        self, timeout_ms: int, *, through: Callable[[int, Any], int] | None = None
+    ) -> Message | None:
+        """The next message; None: none came, woken, or closed. `through`: native code that serves
+        what it understands by itself and hands out the rest, as mc_message_receive does."""
         out = ffi.new(_MESSAGE)
-        status = lib.mc_message_receive(self._native, timeout_ms, out)
+        if through is None:
+            status = lib.mc_message_receive(self._native, timeout_ms, out)
+        else:
+            status = through(timeout_ms, out)
         if status:
             if status in (lib.MC_E_TIMEOUT, lib.MC_E_CANCELLED):
                 return None

@@ -1,7 +1,9 @@
-"""Messages between clients and nodes (proto/mooncake/v1/node.proto) as plain values."""
+"""Messages between clients and nodes as plain values. Pulls have the layout of
+`native/abi/pulls.h`, everything else that of `proto/mooncake/v1/node.proto`."""
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -11,6 +13,10 @@ from mooncake_py.wire.v1 import node_pb2
 
 PULL_KIND: int = node_pb2.NODE_PULL
 HOLD_KIND: int = node_pb2.NODE_HOLD
+
+_ROW_BYTES = 64
+_HEAD = struct.Struct("<Q16sIIII")  # mc_pull_head
+_CODE = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +34,9 @@ class PullRequest:
     timeout_ms: int
 
     def encode(self) -> bytes:
-        return node_pb2.PullRequest(
-            segment_id=self.segment_id,
-            rows=self.rows,
-            mac=self.mac,
-            region=self.region,
-            sources=self.sources,
-            inline_values=self.inline_values,
-            timeout_ms=self.timeout_ms,
-        ).SerializeToString()
-
-    @staticmethod
-    def decode(payload: bytes) -> PullRequest:
-        """Raises UsageError for bytes that are no PullRequest."""
-        try:
-            m = node_pb2.PullRequest.FromString(payload)
-        except DecodeError as error:
-            raise UsageError(f"the pull request cannot be parsed: {error}") from None
-        return PullRequest(
-            m.segment_id, m.rows, m.mac, m.region, m.sources, m.inline_values, m.timeout_ms
-        )
+        count = len(self.rows) // _ROW_BYTES
+        head = _HEAD.pack(self.segment_id, self.mac, count, self.region, self.timeout_ms, 0)
+        return b"".join((head, self.rows, self.sources, self.inline_values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +47,14 @@ class PullReply:
     cause: str = ""
     status: bytes = b""
 
-    def encode(self) -> bytes:
-        return node_pb2.PullReply(
-            code=self.code, cause=self.cause, status=self.status
-        ).SerializeToString()
-
     @staticmethod
     def decode(payload: bytes) -> PullReply:
         """Raises UsageError for bytes that are no PullReply."""
-        try:
-            m = node_pb2.PullReply.FromString(payload)
-        except DecodeError as error:
-            raise UsageError(f"the pull reply cannot be parsed: {error}") from None
-        return PullReply(m.code, m.cause, m.status)
+        if len(payload) < _CODE.size:
+            raise UsageError("the pull reply is too short", nbytes=len(payload))
+        (code,) = _CODE.unpack_from(payload)
+        rest = payload[_CODE.size :]
+        return PullReply(code, rest.decode(errors="replace")) if code else PullReply(0, "", rest)
 
 
 @dataclass(frozen=True, slots=True)

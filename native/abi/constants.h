@@ -9,6 +9,7 @@
 #define MC_E_LEASE_EXPIRED -33
 #define MC_E_ACCESS -34
 #define MC_E_CANCELLED -35
+#define MC_E_DRAINING -42
 #define MC_E_VERSION -43
 #define MC_E_INTERNAL -50
 

@@ -87,12 +87,13 @@ def test_only_config_reads_the_environment() -> None:
 
 
 def test_native_layers_point_down_only() -> None:
-    """base <- memory, transport <- engine; nothing includes upward or sideways."""
+    """base <- memory, transport <- engine <- node; nothing includes upward or sideways."""
     below = {
         "base": {"base"},
         "memory": {"base", "memory"},
         "transport": {"base", "memory", "transport"},
         "engine": {"base", "memory", "transport", "engine"},
+        "node": {"base", "node"},  # the rest by the C ABI
     }
     wrong = []
     for room, allowed in below.items():

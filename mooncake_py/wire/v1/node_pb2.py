@@ -4,28 +4,18 @@ from google.protobuf import descriptor_pool, message_factory
 _pool = descriptor_pool.Default()
 _pool.AddSerializedFile(
     b'\n\x16mooncake/v1/node.proto'
-    b'\x12\x0bmooncake.v1"\x88\x01\n\x0bPullRe'
-    b'quest\x12\x12\n\nsegment_id\x18\x01 \x01('
-    b'\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\x12\x0b\n\x03mac\x18\x03'
-    b' \x01(\x0c\x12\x0e\n\x06region\x18\x04 \x01(\r\x12\x0f\n\x07'
-    b'sources\x18\x05 \x01(\x0c\x12\x15\n\rinline_'
-    b'values\x18\x06 \x01(\x0c\x12\x12\n\ntimeout_'
-    b'ms\x18\x07 \x01(\r"8\n\tPullReply\x12\x0c\n'
-    b'\x04code\x18\x01 \x01(\r\x12\r\n\x05cause\x18\x02 \x01'
-    b'(\t\x12\x0e\n\x06status\x18\x03 \x01(\x0c"@\n\x0bHo'
-    b'ldRequest\x12\x12\n\nsegment_id\x18'
-    b'\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\x12\x0f\n\x07r'
-    b'elease\x18\x03 \x01(\x08"8\n\tHoldRepl'
-    b'y\x12\x0c\n\x04code\x18\x01 \x01(\r\x12\r\n\x05cause'
-    b'\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\x0c*9'
-    b'\n\nNodeMethod\x12\r\n\tNODE_NON'
-    b'E\x10\x00\x12\r\n\tNODE_PULL\x10@\x12\r\n\tNO'
-    b'DE_HOLD\x10Ab\x06proto3'
+    b'\x12\x0bmooncake.v1"@\n\x0bHoldReq'
+    b'uest\x12\x12\n\nsegment_id\x18\x01 \x01(\x04'
+    b'\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\x12\x0f\n\x07releas'
+    b'e\x18\x03 \x01(\x08"8\n\tHoldReply\x12\x0c\n\x04'
+    b'code\x18\x01 \x01(\r\x12\r\n\x05cause\x18\x02 \x01('
+    b'\t\x12\x0e\n\x06status\x18\x03 \x01(\x0c*9\n\nNod'
+    b'eMethod\x12\r\n\tNODE_NONE\x10\x00\x12\r'
+    b'\n\tNODE_PULL\x10@\x12\r\n\tNODE_HO'
+    b'LD\x10Ab\x06proto3'
 )
 _file = _pool.FindFileByName("mooncake/v1/node.proto")
 _messages = _file.message_types_by_name
-PullRequest = message_factory.GetMessageClass(_messages["PullRequest"])
-PullReply = message_factory.GetMessageClass(_messages["PullReply"])
 HoldRequest = message_factory.GetMessageClass(_messages["HoldRequest"])
 HoldReply = message_factory.GetMessageClass(_messages["HoldReply"])
 NODE_NONE = 0

@@ -10,38 +10,6 @@ NODE_NONE: int
 NODE_PULL: int
 NODE_HOLD: int
 
-class PullRequest(Message):
-    segment_id: int
-    rows: bytes
-    mac: bytes
-    region: int
-    sources: bytes
-    inline_values: bytes
-    timeout_ms: int
-    def __init__(
-        self,
-        *,
-        segment_id: int | None = ...,
-        rows: bytes | None = ...,
-        mac: bytes | None = ...,
-        region: int | None = ...,
-        sources: bytes | None = ...,
-        inline_values: bytes | None = ...,
-        timeout_ms: int | None = ...,
-    ) -> None: ...
-
-class PullReply(Message):
-    code: int
-    cause: str
-    status: bytes
-    def __init__(
-        self,
-        *,
-        code: int | None = ...,
-        cause: str | None = ...,
-        status: bytes | None = ...,
-    ) -> None: ...
-
 class HoldRequest(Message):
     segment_id: int
     rows: bytes

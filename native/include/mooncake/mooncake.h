@@ -32,6 +32,7 @@ extern "C" {
 #include "../../abi/memory.h"
 #include "../../abi/segment.h"
 #include "../../abi/engine.h"
+#include "../../abi/pulls.h"
 
 #ifdef __cplusplus
 }

@@ -8,4 +8,6 @@ extern "C" {
 #include "abi/engine.h"
 #include "abi/memory.h"
 #include "abi/segment.h"
+// Stands on both.
+#include "abi/pulls.h"
 }

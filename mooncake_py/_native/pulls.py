@@ -1,0 +1,55 @@
+"""The node's native server of pull requests (native/abi/pulls.h) as a Python object."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from mooncake_py._native import ffi, lib
+from mooncake_py._native.check import check
+from mooncake_py._native.memory import SECRET_BYTES, digests
+
+TIME_UNKNOWN = (1 << 63) - 1
+
+
+def grant_mac(segment_id: int, rows: bytes, secret: bytes) -> bytes:
+    """The master's word for a set of extent rows of one segment (SipHash-2-4-128, 16 bytes, under
+    the first 16 bytes of the segment's grant secret)."""
+    return digests((segment_id.to_bytes(8, "little") + rows,), secret[:SECRET_BYTES])
+
+
+class PullServer:
+    """Thread-safe. `engine` and `segment` are native handles that outlive this object; `close` only
+    when no `serve` runs any more."""
+
+    def __init__(self, engine: Any, segment: Any, base: int, kind: int) -> None:
+        out = ffi.new("mc_pulls **")
+        check(lib.mc_pulls_open(engine, segment, base, kind, out), "open pulls")
+        self._handle: Any = out[0]
+        self._lock = threading.Lock()
+
+    def mount(self, segment_id: int, secret: bytes) -> None:
+        """Serve grants of this segment from now on; what is being copied is not sealed."""
+        lib.mc_pulls_mount(self._handle, segment_id, secret[:SECRET_BYTES])
+
+    def unmount(self) -> None:
+        lib.mc_pulls_mount(self._handle, 0, ffi.NULL)
+
+    def drain(self) -> None:
+        """Take nothing new; what runs may end."""
+        lib.mc_pulls_drain(self._handle)
+
+    def set_time(self, ahead_ms: int) -> None:
+        """How far the master's clock is ahead of the boot-time clock, at most. TIME_UNKNOWN: no
+        grant is known to run."""
+        lib.mc_pulls_set_time(self._handle, ahead_ms)
+
+    def serve(self, timeout_ms: int, out: Any) -> int:
+        """Pulls, until another message comes (then 0, and it is in `out`, an mc_message), somebody
+        wakes the engine, or the time has passed (then a negative status)."""
+        return int(lib.mc_pulls_serve(self._handle, timeout_ms, out))
+
+    def close(self) -> None:
+        with self._lock:
+            handle, self._handle = self._handle, ffi.NULL
+        lib.mc_pulls_close(handle)

@@ -1,0 +1,38 @@
+/* The node's side of puts: pull requests are taken from the engine, checked, copied, sealed and
+ * answered in here. Bare declarations: read by cffi and by native/include/mooncake/mooncake.h.
+ *
+ * A request is mc_pull_head, then row_count rows, then one little-endian uint64_t a row (where its
+ * value lies, in `region` of the sender or, when that is 0, in the inline bytes), then the inline
+ * bytes. A reply is a uint32_t code (of errors.py); with code 0 one byte a row follows, such a code
+ * too; else the cause in words.
+ *
+ * Nothing of a request is believed but what the mac covers: the rows, and with them offsets,
+ * lengths, generations and expiry, are the master's word. Where the bytes come from is the client's
+ * word, which decides about the content of the client's own object only. */
+
+typedef struct mc_pull_head {
+    uint64_t segment_id;
+    uint8_t mac[16];      /* SipHash-2-4-128 of segment_id and all rows, under the grant secret */
+    uint32_t row_count;
+    uint32_t region;      /* of the sender's engine; 0: the values are inline */
+    uint32_t timeout_ms;  /* how long the client will wait */
+    uint32_t reserved;
+} mc_pull_head;
+
+typedef struct mc_pulls mc_pulls;
+
+/* `segment` is the table over the memory at `base`; both, and the engine, outlive the handle. Pulls
+ * are the messages of this `kind`. Until mc_pulls_mount they are answered NodeDraining. */
+int32_t mc_pulls_open(mc_engine *engine, mc_segment *segment, uint64_t base, uint32_t kind,
+                      mc_pulls **out);
+void mc_pulls_close(mc_pulls *pulls); /* null is fine; after every mc_pulls_serve has returned */
+/* From now on serve grants for this segment id, signed with this secret (16 bytes). 0: for none,
+ * and what is being copied now is not sealed. */
+void mc_pulls_mount(mc_pulls *pulls, uint64_t segment_id, const uint8_t *secret);
+/* Answer new pulls NodeDraining; what runs may end. */
+void mc_pulls_drain(mc_pulls *pulls);
+/* The master's clock shows at most CLOCK_BOOTTIME + ahead_ms; INT64_MAX: unknown, no grant runs. */
+void mc_pulls_set_time(mc_pulls *pulls, int64_t ahead_ms);
+/* Serve pulls until another kind of message comes (it is handed out), the engine is woken
+ * (MC_E_CANCELLED), or the time has passed (MC_E_TIMEOUT). Any number of threads may serve. */
+int32_t mc_pulls_serve(mc_pulls *pulls, uint32_t timeout_ms, mc_message *out);

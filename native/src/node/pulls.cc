@@ -1,0 +1,274 @@
+// The node's side of puts. Contract and layout of the messages: native/abi/pulls.h.
+//
+//   request --mac, expiry, overlap--> begin (headers unsealed) --engine or inline--> payload
+//           --crc--> seal (headers complete) --> reply, one byte a row
+//
+// It stands on the C ABI of the engine and of the segment's table and adds no thread: whoever calls
+// mc_pulls_serve works.
+
+#include <time.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "base/abi.h"
+#include "base/deadline.h"
+#include "base/status.h"
+
+namespace {
+
+constexpr uint32_t kPullMaxMs = 600'000;  // a client's wish; its grant usually ends earlier
+constexpr uint32_t kCodeUsage = -MC_E_USAGE, kCodeExpired = -MC_E_LEASE_EXPIRED;
+constexpr uint32_t kCodeAccess = -MC_E_ACCESS, kCodeMemory = -MC_E_OUT_OF_SPACE;
+constexpr uint32_t kCodeDraining = -MC_E_DRAINING;
+constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
+
+struct Mount {
+  uint64_t segment_id = 0;
+  uint8_t secret[16] = {};
+  uint64_t number = 0;  // counts the mounts
+};
+
+// A request as it lies in its message.
+struct Request {
+  mc_pull_head head;
+  const mc_extent_row* rows;
+  const uint64_t* sources;
+  const uint8_t* values;
+  uint64_t values_nbytes;
+};
+
+bool parse(const mc_message& message, Request* out) {
+  constexpr uint64_t per_row = sizeof(mc_extent_row) + sizeof(uint64_t);
+  if (message.nbytes < sizeof out->head) return false;
+  std::memcpy(&out->head, message.data, sizeof out->head);
+  const uint64_t rest = message.nbytes - sizeof out->head;
+  const uint64_t count = out->head.row_count;
+  if (rest / per_row < count) return false;
+  // A message comes from malloc and the head is a multiple of 8 bytes, so all of this is aligned.
+  const uint8_t* at = message.data + sizeof out->head;
+  out->rows = reinterpret_cast<const mc_extent_row*>(at);
+  out->sources = reinterpret_cast<const uint64_t*>(at + count * sizeof(mc_extent_row));
+  out->values = at + count * per_row;
+  out->values_nbytes = rest - count * per_row;
+  return true;
+}
+
+bool signed_by(const Mount& mount, const Request& request) {
+  const uint64_t nbytes = request.head.row_count * sizeof(mc_extent_row);
+  std::vector<uint8_t> text(sizeof(uint64_t) + nbytes);
+  std::memcpy(text.data(), &request.head.segment_id, sizeof(uint64_t));
+  std::memcpy(text.data() + sizeof(uint64_t), request.rows, nbytes);
+  const uint64_t end = text.size();
+  uint8_t expected[16];
+  mc_digest(text.data(), &end, 1, mount.secret, expected);
+  uint8_t differ = 0;  // in constant time: a mac must not be guessed byte by byte
+  for (size_t i = 0; i < sizeof expected; i++) differ |= expected[i] ^ request.head.mac[i];
+  return differ == 0;
+}
+
+void answer(std::vector<uint8_t>* reply, uint32_t code, const char* cause) {
+  reply->resize(sizeof code + std::strlen(cause));
+  std::memcpy(reply->data(), &code, sizeof code);
+  std::memcpy(reply->data() + sizeof code, cause, std::strlen(cause));
+}
+
+}  // namespace
+
+struct mc_pulls {
+  mc_engine* engine;
+  mc_segment* segment;
+  uint64_t base;
+  uint32_t kind;
+  std::atomic<int64_t> ahead_ms{kForever};
+  std::atomic<bool> draining{false};
+  std::mutex mutex;
+  Mount mount;  // under mutex
+
+  Mount mounted() {
+    const std::lock_guard guard(mutex);
+    return mount;
+  }
+
+  // Never behind the master's clock.
+  uint64_t latest_ms() const {
+    const int64_t ahead = ahead_ms.load(std::memory_order_acquire);
+    if (ahead == kForever) return kForever;
+    timespec now{};
+    clock_gettime(CLOCK_BOOTTIME, &now);
+    return static_cast<uint64_t>(ahead + int64_t{now.tv_sec} * 1000 + now.tv_nsec / 1'000'000);
+  }
+
+  void handle(const mc_message& message) {
+    if (message.correlation == 0) return;  // nobody waits for it
+    std::vector<uint8_t> reply;
+    try {
+      serve(message, &reply);
+    } catch (const std::bad_alloc&) {
+      answer(&reply, kCodeMemory, "");  // fits what a vector holds after any serve
+    }
+    (void)mc_message_reply(engine, &message, reply.data(), static_cast<uint32_t>(reply.size()));
+  }
+
+  void serve(const mc_message& message, std::vector<uint8_t>* reply) {
+    reply->reserve(256);
+    Request request;
+    if (!parse(message, &request)) return answer(reply, kCodeUsage, "this is no pull request");
+    const Mount now = mounted();
+    if (now.segment_id == 0 || draining.load(std::memory_order_acquire)) {
+      return answer(reply, kCodeDraining, "this node takes no new objects");
+    }
+    if (request.head.segment_id != now.segment_id) {
+      return answer(reply, kCodeExpired, "the grant is for a segment this node does not have");
+    }
+    if (!signed_by(now, request)) {
+      return answer(reply, kCodeAccess, "the grant was not signed by this node's master");
+    }
+    const uint32_t count = request.head.row_count;
+    std::vector<int32_t> statuses(count, MC_OK);
+    mc_segment_begin(segment, request.rows, count, latest_ms(), statuses.data());
+    pull(message.peer, request, now.number, &statuses);
+    reply->assign(sizeof(uint32_t) + count, 0);
+    for (uint32_t i = 0; i < count; i++) {
+      (*reply)[sizeof(uint32_t) + i] = static_cast<uint8_t>(-statuses[i]);
+    }
+  }
+
+  // Only what was begun here is sealed here: the same grant may be in work in another thread.
+  // What was begun is sealed or given up, whatever happens.
+  void pull(uint64_t peer, const Request& request, uint64_t mount_number,
+            std::vector<int32_t>* statuses) {
+    std::vector<uint32_t> begun;
+    std::vector<mc_extent_row> rows;
+    std::vector<uint64_t> sources;
+    std::vector<uint32_t> crcs;
+    std::vector<int32_t> outcome;
+    std::vector<mc_slice> slices;
+    bool memory = true;
+    try {
+      for (uint32_t i = 0; i < statuses->size(); i++) {
+        if ((*statuses)[i] == MC_OK) begun.push_back(i);
+      }
+      rows.reserve(begun.size());
+      sources.reserve(begun.size());
+      for (const uint32_t i : begun) {
+        rows.push_back(request.rows[i]);
+        sources.push_back(request.sources[i]);
+      }
+      crcs.resize(begun.size());
+      outcome.resize(begun.size(), MC_OK);
+      if (request.head.region != 0) slices.resize(begun.size());
+    } catch (const std::bad_alloc&) {
+      memory = false;
+    }
+    if (!memory) {
+      for (uint32_t i = 0; i < statuses->size(); i++) {
+        if ((*statuses)[i] == MC_OK) give_up(request.rows[i], &(*statuses)[i]);
+      }
+      return;
+    }
+    const uint64_t n = begun.size();
+    if (request.head.region == 0) {
+      mc_segment_fill(segment, rows.data(), n, request.values, request.values_nbytes,
+                      sources.data(), crcs.data(), outcome.data());
+    } else {
+      fetch(peer, request.head, rows, sources, &slices, &crcs, &outcome);
+    }
+    if (mounted().number != mount_number) {  // another master's memory by now
+      std::fill(outcome.begin(), outcome.end(), MC_E_LEASE_EXPIRED);
+    }
+    mc_segment_seal(segment, rows.data(), n, crcs.data(), latest_ms(), outcome.data());
+    for (uint64_t i = 0; i < n; i++) (*statuses)[begun[i]] = outcome[i];
+  }
+
+  void give_up(const mc_extent_row& row, int32_t* status) {
+    const uint32_t crc = 0;
+    *status = MC_E_OUT_OF_SPACE;
+    mc_segment_seal(segment, &row, 1, &crc, latest_ms(), status);
+  }
+
+  // From the client's memory; out-parameters have one entry a row.
+  void fetch(uint64_t peer, const mc_pull_head& head, const std::vector<mc_extent_row>& rows,
+             const std::vector<uint64_t>& sources, std::vector<mc_slice>* slices,
+             std::vector<uint32_t>* crcs, std::vector<int32_t>* outcome) {
+    for (size_t i = 0; i < rows.size(); i++) {
+      mc_slice& slice = (*slices)[i];
+      slice = {};
+      slice.op = MC_OP_READ;
+      slice.region = head.region;
+      slice.remote_offset = sources[i];
+      slice.local = base + rows[i].offset + MC_EXTENT_HEADER_NBYTES;
+      slice.length = rows[i].length;
+      slice.flags = MC_SLICE_CRC;
+    }
+    if (slices->empty()) return;
+    const uint32_t timeout_ms = std::clamp<uint32_t>(head.timeout_ms, 1, kPullMaxMs);
+    const int32_t status =
+        mc_transfer(engine, peer, slices->data(), slices->size(), timeout_ms);
+    bool any = false;
+    for (const mc_slice& slice : *slices) any |= slice.status != MC_OK;
+    for (size_t i = 0; i < rows.size(); i++) {
+      (*crcs)[i] = (*slices)[i].crc;
+      // Slices of a batch that never started have no status of their own.
+      (*outcome)[i] = any || status == MC_OK ? (*slices)[i].status : status;
+    }
+  }
+};
+
+extern "C" {
+
+int32_t mc_pulls_open(mc_engine* engine, mc_segment* segment, uint64_t base, uint32_t kind,
+                      mc_pulls** out) {
+  if (engine == nullptr || segment == nullptr || out == nullptr) {
+    return mc::fail(MC_E_USAGE, "engine, segment or out is null");
+  }
+  auto* pulls = new (std::nothrow) mc_pulls;
+  if (pulls == nullptr) return mc::fail(MC_E_OUT_OF_SPACE, "no memory");
+  pulls->engine = engine;
+  pulls->segment = segment;
+  pulls->base = base;
+  pulls->kind = kind;
+  *out = pulls;
+  return MC_OK;
+}
+
+void mc_pulls_close(mc_pulls* pulls) { delete pulls; }
+
+void mc_pulls_mount(mc_pulls* pulls, uint64_t segment_id, const uint8_t* secret) {
+  const std::lock_guard guard(pulls->mutex);
+  pulls->mount.segment_id = segment_id;
+  std::memset(pulls->mount.secret, 0, sizeof pulls->mount.secret);
+  if (secret != nullptr) std::memcpy(pulls->mount.secret, secret, sizeof pulls->mount.secret);
+  pulls->mount.number += 1;
+}
+
+void mc_pulls_drain(mc_pulls* pulls) { pulls->draining.store(true, std::memory_order_release); }
+
+void mc_pulls_set_time(mc_pulls* pulls, int64_t ahead_ms) {
+  pulls->ahead_ms.store(ahead_ms, std::memory_order_release);
+}
+
+int32_t mc_pulls_serve(mc_pulls* pulls, uint32_t timeout_ms, mc_message* out) {
+  const mc::Deadline deadline = mc::Deadline::in_ms(timeout_ms);
+  for (;;) {
+    mc_message message{};
+    const int32_t status =
+        mc_message_receive(pulls->engine, static_cast<uint32_t>(deadline.left_ms()), &message);
+    if (status != MC_OK) return status;
+    if (message.kind != pulls->kind) {
+      *out = message;
+      return MC_OK;
+    }
+    pulls->handle(message);
+    mc_message_free(&message);
+    if (deadline.passed()) return MC_E_TIMEOUT;
+  }
+}
+
+}  // extern "C"
