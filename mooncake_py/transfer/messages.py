@@ -75,7 +75,7 @@ class Inbox:
             engine = self._engine()
             if engine is None:  # collected while this waited
                 return None
-            payload = bytes(ffi.buffer(out.data, out.nbytes))
+            payload = ffi.buffer(out.data, out.nbytes)[:]
             return Message(engine, out.peer, out.kind, out.correlation, payload)
         finally:
             lib.mc_message_free(out)

@@ -10,6 +10,8 @@ from mooncake_py._native.handle import Handle
 from mooncake_py.transfer.memory import Mapping
 from mooncake_py.transfer.options import TRANSPORT_NAMES
 
+_MESSAGE = ffi.typeof("mc_message *")
+
 if TYPE_CHECKING:
     from mooncake_py._native.memory import Buffer
     from mooncake_py.transfer.engine import TransferEngine
@@ -33,14 +35,15 @@ class Peer(Handle):
     def request(self, kind: int, payload: Buffer, *, timeout_ms: int) -> bytes:
         """Send a message and wait for its reply. Raises TransferTimeout, PeerUnreachable."""
         data = ffi.from_buffer(payload)
-        reply = ffi.new("mc_message *")
+        reply = ffi.new(_MESSAGE)
         status = lib.mc_message_request(
             self._native, self.id, kind, data, len(data), timeout_ms, reply
         )
         if status != 0:
             raise failure(status, "request", peer=self.address, kind=kind)
         try:
-            return bytes(ffi.buffer(reply.data, reply.nbytes))
+            payload_back: bytes = ffi.buffer(reply.data, reply.nbytes)[:]
+            return payload_back
         finally:
             lib.mc_message_free(reply)
 

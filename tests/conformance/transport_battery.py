@@ -7,13 +7,14 @@ where a transport lives in one process only.
 
 from __future__ import annotations
 
+import json
 import select
 import threading
 from contextlib import suppress
 
 import numpy as np
 import pytest
-from transport_far import ECHO, NOTE, SILENCE, pattern
+from transport_far import COMMAND, ECHO, NOTE, SILENCE, pattern, wait_for
 from transport_lifetimes import LifetimeBattery
 from transport_pair import MS, PART, SIZES, Pair, pytest_generate_tests, slices_for
 
@@ -120,6 +121,20 @@ class TransportBattery(LifetimeBattery):
             busy.join()
             assert outcome == [crc32c(mine)]
             assert two.peer.request(ECHO, b"goes on", timeout_ms=MS) == b"goes on"
+
+    def test_progress_goes_on_when_quick_calls_end(self, two: Pair) -> None:
+        """Who calls again and again makes its engine's progress itself; then it stops to."""
+        memory = np.zeros(PART, np.uint8)
+        source = two.region(PART, "heap")
+        with two.near.register(memory, access="read_write") as region:
+            for _ in range(50):
+                two.peer.request(ECHO, b"", timeout_ms=MS)
+            two.peer.send(
+                COMMAND, json.dumps({"do": "write_to_sender", "region": region.id,
+                                     "source": source, "nbytes": PART}).encode(),
+                timeout_ms=MS,
+            )  # fmt: skip
+            wait_for(lambda: np.array_equal(memory, pattern(PART, 7)))
 
     # ---- reads and writes
 

@@ -4,6 +4,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <new>
@@ -16,8 +17,11 @@ namespace {
 
 constexpr uint64_t kWakeId = 1, kKickId = 2, kSharedId = 3;
 constexpr int kRoleTries = 60;  // of about 40 ns: the progress thread holds the role for short
+constexpr int kTickMs = 1;
+constexpr int64_t kQuickNs = 100'000;  // a driver that is back by then is expected to be again
+constexpr uint32_t kQuickDrives = 8;   // in a row, and none longer than a tick, before it is believed
 
-int32_t watch(int epoll, int fd, uint64_t id) {
+int32_t add_to(int epoll, int fd, uint64_t id) {
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = id;
@@ -45,9 +49,9 @@ int32_t Loop::start() {
   if (!epoll_ || !shared_ || !wake_ || !kick_) {
     return fail_errno(MC_E_OUT_OF_SPACE, "no descriptors for the event loop");
   }
-  int32_t status = watch(epoll_.get(), wake_.get(), kWakeId);
-  if (status == MC_OK) status = watch(epoll_.get(), shared_.get(), kSharedId);
-  if (status == MC_OK) status = watch(shared_.get(), kick_.get(), kKickId);
+  int32_t status = add_to(epoll_.get(), wake_.get(), kWakeId);
+  if (status == MC_OK) status = add_to(epoll_.get(), shared_.get(), kSharedId);
+  if (status == MC_OK) status = add_to(shared_.get(), kick_.get(), kKickId);
   if (status != MC_OK) return status;
   try {
     thread_ = std::thread([this] { run(); });
@@ -139,7 +143,9 @@ void Loop::post_shared(Call call) {
     if (stopped_) return;
     posted_shared_.push_back(std::move(call));
   }
-  if (!drives_shared()) signal(kick_.get());  // whoever looks at the set, now or next
+  if (drives_shared()) return;
+  watch();
+  signal(kick_.get());  // whoever looks at the set, now or next
 }
 
 uint64_t Loop::call_at(Deadline at, Call call) {
@@ -174,7 +180,10 @@ int Loop::next_timeout_ms() {
   const std::lock_guard lock(mutex_);
   waiting_until_ns_ = timers_.empty() ? Deadline().at_ns() : timers_.begin()->first.first;
   if (!posted_.empty()) return 0;
-  if (timers_.empty()) return -1;
+  if (ticks()) return kTickMs;
+  const int64_t driver_ns = driver_deadline_ns_;
+  if (driver_ns != 0) waiting_until_ns_ = std::min(waiting_until_ns_, driver_ns);
+  if (waiting_until_ns_ == Deadline().at_ns()) return -1;
   const int64_t left_ns = waiting_until_ns_ - now_ns();
   return left_ns <= 0 ? 0 : static_cast<int>(std::min<int64_t>(left_ns / 1'000'000 + 1, 60'000));
 }
@@ -255,6 +264,7 @@ void Loop::run() {
   while (!stopping_) {
     try {
       handle(epoll_.get(), next_timeout_ms(), nullptr);
+      tick_on_progress();
       run_calls_on_progress();
     } catch (const std::bad_alloc&) {
       // What was at hand is lost to its owner's deadline; the rest of the process goes on.
@@ -268,7 +278,11 @@ bool Loop::wait(Event& event, Deadline deadline) {
     if (drive(event, deadline)) return event.is_set();
     relax();
   }
-  return event.wait(deadline);
+  ++sleepers_;
+  watch();  // whoever keeps the set may not come back
+  const bool is_set = event.wait(deadline);
+  --sleepers_;
+  return is_set;
 }
 
 void Loop::kick() {
@@ -282,17 +296,78 @@ void Loop::lend(bool lent) {
   (void)epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, shared_.get(), &event);
 }
 
+void Loop::watch() {
+  if (lent_ == Lent::kNot) return;
+  wanted_ = true;
+  if (drives_shared()) return;
+  const std::unique_lock role(role_, std::try_to_lock);
+  if (!role || lent_ != Lent::kKept) return;  // a driver, which gives it back when it leaves
+  lend(false);
+  lent_ = Lent::kNot;
+}
+
+// While the set is lent for more than one drive.
+void Loop::tick_on_progress() {
+  const int64_t driver_ns = driver_deadline_ns_;
+  if (driver_ns != 0 && now_ns() >= driver_ns) signal(kick_.get());
+  if (!ticks()) return;
+  const bool idle = ticked_drives_ == drives_;
+  ticked_drives_ = drives_;
+  Lent driven = Lent::kDriven;
+  if (idle && lent_.compare_exchange_strong(driven, Lent::kLeaving)) return;  // a long wait
+  const std::unique_lock role(role_, std::try_to_lock);
+  if (!role || lent_ != Lent::kKept) return;
+  {
+    const Driving driving(*this);
+    handle(shared_.get(), 0, nullptr);
+    run_shared_calls();
+  }
+  if (!idle && !wanted_) return;
+  lend(false);
+  lent_ = Lent::kNot;
+}
+
+void Loop::begin_driving(Deadline deadline) {
+  began_ns_ = now_ns();
+  quick_drives_ = began_ns_ - left_ns_ < kQuickNs ? quick_drives_ + 1 : 0;
+  if (lent_ == Lent::kKept) {
+    driver_deadline_ns_ = deadline.at_ns();
+    lent_ = Lent::kDriven;
+  } else {
+    lend(true);
+    lent_ = Lent::kLeaving;
+  }
+  ++drives_;
+}
+
+void Loop::end_driving() {
+  left_ns_ = now_ns();
+  driver_deadline_ns_ = 0;
+  if (left_ns_ - began_ns_ > int64_t{kTickMs} * 1'000'000) quick_drives_ = 0;
+  const bool wanted = wanted_.exchange(false);
+  if (quick_drives_ >= kQuickDrives && !wanted && sleepers_ == 0 && !stopping_) {
+    Lent driven = Lent::kDriven;
+    if (lent_.compare_exchange_strong(driven, Lent::kKept)) return;
+    lent_ = Lent::kKept;
+    wake();  // it ticks from now on
+    return;
+  }
+  lend(false);
+  lent_ = Lent::kNot;
+}
+
 // False: somebody else makes progress. True: the event is set, or the deadline has passed.
 bool Loop::drive(Event& event, Deadline deadline) {
   if (on_progress() || drives_shared()) return false;
   const std::unique_lock role(role_, std::try_to_lock);
   if (!role || stopping_) return false;
   const Driving driving(*this);
-  lend(true);
+  begin_driving(deadline);
   if (event.begin_driving(this)) {
     while (!event.is_set() && !deadline.passed() && !stopping_) {
+      const bool timed = driver_deadline_ns_ == 0;  // else the progress thread looks at the time
       try {
-        handle(shared_.get(), deadline.left_ms(), &event);
+        handle(shared_.get(), timed ? deadline.left_ms() : -1, &event);
         run_shared_calls();
       } catch (const std::bad_alloc&) {
         continue;  // as in run()
@@ -300,7 +375,7 @@ bool Loop::drive(Event& event, Deadline deadline) {
     }
   }
   event.end_driving();
-  lend(false);
+  end_driving();
   return !stopping_ || event.is_set();
 }
 

@@ -8,6 +8,12 @@
 //   free     the progress thread sees the set become ready and takes the role while it handles that
 //   driven   a caller holds the role and waits on the set; the progress thread does not look at it
 //
+// Taking the set from the progress thread's sight and giving it back costs two system calls and a
+// timer a third, together as much as the rest of a request. So a caller that comes back again and
+// again at once keeps the set while it is away, and leaves its deadline to the progress thread,
+// which then looks every kTickMs: it handles what became ready in a gap, wakes a driver whose time
+// is over, and takes the set back when no driver came for a whole tick. See Lent.
+//
 // Functions named ..._on_progress never block. Those of sources in the shared set, and calls posted
 // with post_shared(), run on whoever holds the role, one after the other; all others on the progress
 // thread only. Every other function may be called from any thread.
@@ -63,6 +69,9 @@ class Loop final : private Kickable {
   uint64_t call_at(Deadline at, Call call);
   void cancel_call(uint64_t id);  // the call may be running already
 
+  // From now on the progress thread sees the shared set by itself: for what nobody waits for with
+  // wait(). Cheap when that is so already.
+  void watch();
   // Wait for an event that a peer, or a thread of this engine, will set; makes progress meanwhile
   // when nobody else does. False: the deadline passed first.
   bool wait(Event& event, Deadline deadline);
@@ -73,12 +82,23 @@ class Loop final : private Kickable {
 
  private:
   class Driving;
+  // Who looks at the shared set. Changed under the role, but for kDriven -> kLeaving.
+  enum class Lent : uint8_t {
+    kNot,      // the progress thread
+    kLeaving,  // a driver, which gives it back when it leaves
+    kDriven,   // a driver, which keeps it when it leaves; the progress thread ticks
+    kKept,     // nobody but the ticks; the last driver is expected back
+  };
 
   void run();
   void wake();
   void kick() override;
   bool drive(Event& event, Deadline deadline);
   void lend(bool lent);
+  void begin_driving(Deadline deadline);
+  void end_driving();
+  void tick_on_progress();
+  bool ticks() const { return lent_ == Lent::kDriven || lent_ == Lent::kKept; }
   void handle(int epoll, int timeout_ms, const Event* until);
   void handle_shared_on_progress();
   std::shared_ptr<Source> source_of(uint64_t id);
@@ -94,6 +114,14 @@ class Loop final : private Kickable {
   std::atomic<bool> stopping_{false};
 
   std::mutex role_;  // of the shared set; before mutex_
+  std::atomic<Lent> lent_{Lent::kNot};
+  std::atomic<uint64_t> drives_{0};                // begun
+  std::atomic<int64_t> driver_deadline_ns_{0};     // of the one that drives; 0: it looks itself
+  std::atomic<uint32_t> sleepers_{0};              // callers in wait() that do not drive
+  std::atomic<bool> wanted_{false};                // by watch(), and not yet done
+  int64_t began_ns_ = 0, left_ns_ = 0;             // the last drive; under the role
+  uint32_t quick_drives_ = 0;                      // in a row; under the role
+  uint64_t ticked_drives_ = 0;                     // drives_ at the last tick; progress thread
 
   std::mutex mutex_;  // guards all below
   std::unordered_map<uint64_t, std::shared_ptr<Source>> sources_;

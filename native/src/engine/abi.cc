@@ -226,6 +226,7 @@ int32_t mc_batch_submit(mc_engine* engine, uint64_t id, mc_slice* slices, uint64
       peer->endpoint->cancel(batch, MC_E_OUT_OF_SPACE, "out of memory");
     }
     if (!batch->done()) {
+      core.loop().watch();  // nobody may come to wait for it
       handle->timer = core.loop().call_at(
           deadline, [weak = std::weak_ptr(batch), endpoint = std::weak_ptr(peer->endpoint)] {
             const auto late = weak.lock();

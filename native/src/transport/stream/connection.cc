@@ -56,6 +56,7 @@ void Connection::settle() {
     loop_.post([self = shared_from_this()] { self->broken_on_progress("cannot be written"); });
   } else if (out_.full()) {
     update_interest();
+    loop_.watch();  // nobody waits for the rest to leave
   }
 }
 

@@ -216,7 +216,12 @@ int32_t StreamEndpoint::send(const MessageHead& message, const void* bytes, Dead
   head.tag = message.correlation;
   head.a = message.kind;
   head.nbytes = message.nbytes;
-  return lane(0)->write([&](OutQueue& out) {
+  const std::shared_ptr<Connection> lane = this->lane(0);
+  const int32_t status = lane->write(
+      [&](OutQueue& out) { return out.send(head, bytes, OutQueue::Room::kRefuse); });
+  if (status != MC_E_BACKPRESSURE) return status;
+  host_.loop().watch();  // this thread makes no progress while it waits for room
+  return lane->write([&](OutQueue& out) {
     return out.send(head, bytes, OutQueue::Room::kWait, deadline);
   });
 }
