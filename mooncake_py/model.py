@@ -25,6 +25,10 @@ EXTENT_ALIGN_BYTES = 64
 EXTENT_ROW = struct.Struct("<IIQQQQ16sQ")
 # key_index, segment_index, offset, length, generation
 PLACEMENT_ROW = struct.Struct("<IIQQQ")
+# an EXTENT_ROW, then of the source: segment_index, reserved, offset, generation
+COPY_ROW = struct.Struct("<IIQQQQ16sQIIQQ")
+# task, code, reserved
+TASK_DONE_ROW = struct.Struct("<QII")
 # key_index, reserved, segment_id
 FAILED_ROW = struct.Struct("<IIQ")
 

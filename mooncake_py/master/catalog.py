@@ -5,7 +5,7 @@ number, does no I/O and never blocks; the same calls in the same order always de
 the leader, in a standby, after recovery and in the simulator. One thread calls it.
 
     commands.py    what can be asked and what is answered
-    puts.py reads.py removal.py nodes.py quotas.py   the verbs
+    puts.py commits.py reads.py removal.py nodes.py quotas.py tasks.py   the verbs
     state.py       the state and the only steps that end an attempt
     lifecycle.py   the table those steps obey
     objects.py tenant.py membership.py allocator.py eviction.py lease.py placement.py   the parts
@@ -18,11 +18,25 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-from mooncake_py.master import events, nodes, puts, quotas, reads, removal, replay
+from mooncake_py.master import (
+    commits,
+    copies,
+    drains,
+    events,
+    nodes,
+    puts,
+    quotas,
+    reads,
+    removal,
+    repair,
+    replay,
+)
 from mooncake_py.master.commands import (
     Applied,
     Command,
+    CopyObjects,
     Done,
+    Drain,
     Events,
     Exists,
     Heartbeat,
@@ -38,6 +52,7 @@ from mooncake_py.master.commands import (
     SetQuota,
     Status,
     StatusInfo,
+    Tasks,
     Tick,
     Unmount,
 )
@@ -62,10 +77,13 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
     more = state.expire_grants(work, now_ms, step)
     more |= state.free_rested(now_ms, step)
     more |= state.end_ttls(work, now_ms, step)
-    if command.evict_max:
-        more |= state.trim_tenants(work, now_ms, step)
     nodes.judge(state, work, now_ms)
     nodes.reclaim(state, work, now_ms)
+    copies.expire_copies(state, now_ms, step)
+    if command.evict_max:
+        more |= quotas.trim_tenants(state, work, now_ms, step)
+        more |= drains.drain_step(state, work, now_ms)
+        repair.repair_step(state, work, now_ms)
     _evict_to_watermark(state, work, command.evict_max, now_ms)
     if now_ms >= state.housekeeping_ms:
         state.housekeeping_ms = now_ms + _HOUSEKEEPING_MS
@@ -100,6 +118,8 @@ def _status(state: CatalogState, command: Status, now_ms: int) -> Applied:
     counters["tenants"] = len(state.tenants)
     counters["grants_running"] = sum(len(each.writing) for each in state.tenants)
     counters["resting_bytes"] = EXTENT_ALIGN_BYTES * sum(each.resting_units for each in present)
+    counters["copies_running"] = len(state.tasks.running)
+    counters["objects_short_of_replicas"] = len(state.tasks.short) + len(state.tasks.parked)
     counters["hard_pinned_bytes"] = EXTENT_ALIGN_BYTES * state.hard_pinned_units
     for segment in present:
         counters[f"largest_hole_bytes.{segment.segment_id}"] = (
@@ -127,6 +147,7 @@ def _segment_info(segment: Segment) -> SegmentInfo:
         host_id=segment.host_id,
         used_bytes=segment.used_units * EXTENT_ALIGN_BYTES,
         state=segment.state,
+        domain=segment.domain,
     )
 
 
@@ -136,10 +157,13 @@ _VERBS: dict[type, Callable[[CatalogState, Any, int], Applied]] = {
     List: reads.list_keys,
     Report: reads.report,
     SetQuota: quotas.set_quota,
+    Tasks: copies.tasks,
+    CopyObjects: copies.copy_objects,
+    Drain: drains.drain,
     Events: lambda state, command, now_ms: events.events(state.events, command),
     PutStart: puts.put_start,
-    PutEnd: puts.put_end,
-    PutRevoke: puts.put_revoke,
+    PutEnd: commits.put_end,
+    PutRevoke: commits.put_revoke,
     Remove: removal.remove,
     Mount: nodes.mount,
     Heartbeat: nodes.heartbeat,

@@ -29,11 +29,12 @@ from mooncake_py.wire.answers import (
     Removed,
     Segment,
     Status,
+    TaskBatch,
 )
 
 __all__ = [
     "Beat", "ClusterInfo", "Grants", "Listing", "MasterClient", "MountedSegment", "NodeGrant",
-    "Placements", "Removed", "Segment", "Status",
+    "Placements", "Removed", "Segment", "Status", "TaskBatch",
 ]  # fmt: skip
 
 
@@ -208,6 +209,28 @@ class MasterClient(MasterLink):
         deadline = Deadline(timeout_ms, self._clock)
         request = answers.heartbeat_request(heartbeat)
         return answers.beat(self._call(lane.HEARTBEAT, request, deadline, check=False))
+
+    def tasks(self, tasks: c.Tasks, *, timeout_ms: int) -> TaskBatch:
+        """Report tasks and fetch others. Not `known`: mount again."""
+        deadline = Deadline(timeout_ms, self._clock)
+        request = answers.tasks_request(tasks)
+        return answers.task_batch(self._call(lane.TASKS, request, deadline, check=False))
+
+    def copy(self, copy: c.CopyObjects, *, timeout_ms: int) -> Status:
+        """Have objects copied or moved to a node. A status a key, at once: OK when it is so,
+        BACKPRESSURE while it is in the making: ask again. Raises ObjectNotFound: no such node."""
+        deadline = Deadline(timeout_ms, self._clock)
+        found = []
+        for start, stop in self._parts(copy.keys, deadline):
+            request = answers.copy_request(copy, copy.keys[start:stop])
+            found.append(self._call(lane.COPY, request, deadline).status)
+        return answers.join_status(found)
+
+    def drain(self, drain: c.Drain, *, timeout_ms: int) -> c.DrainInfo:
+        """Begin to empty a node or segment, or ask how far that is. Raises ObjectNotFound: there is
+        none of this name; it may have left."""
+        deadline = Deadline(timeout_ms, self._clock)
+        return answers.drain_info(self._call(lane.DRAIN, answers.drain_request(drain), deadline))
 
     def unmount(self, unmount: c.Unmount, *, timeout_ms: int) -> None:
         """Withdraw a segment; its objects are forgotten."""

@@ -106,6 +106,27 @@ class SetQuota:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyObjects:
+    """Let each object have a replica on `to_node`; with `from_node` it moves, so that it has none
+    there. Answered at once with a status a key: OK once it is so, BACKPRESSURE while it is being
+    copied; ask again until then. OUT_OF_SPACE, OBJECT_NOT_FOUND: not now."""
+
+    tenant: str
+    keys: Sequence[bytes]
+    to_node: str
+    from_node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Empty a node, or one segment by its id, so that it can leave; asked again for progress.
+    `cancel`: it takes new objects again."""
+
+    what: str
+    cancel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Events:
     """What happened to objects after this sequence number (events.py). 0: from the oldest kept."""
 
@@ -138,6 +159,17 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Tasks:
+    """A node reports tasks that it has done, (task, code) each, and asks for at most `limit`."""
+
+    node: str
+    incarnation: int
+    segment_id: int
+    done: Sequence[tuple[int, int]] = ()
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Unmount:
     node: str
     incarnation: int
@@ -160,7 +192,7 @@ class Status:
 
 Command = (
     Exists | Locate | PutStart | PutEnd | PutRevoke | Remove | List | Report | SetQuota | Events
-    | Mount | Heartbeat | Unmount | Tick | Status
+    | CopyObjects | Drain | Mount | Heartbeat | Unmount | Tasks | Tick | Status
 )  # fmt: skip
 
 # --- answers ------------------------------------------------------------------------------------
@@ -229,6 +261,7 @@ class SegmentInfo:
     host_id: str
     used_bytes: int
     state: str  # alive, suspect, draining
+    domain: str = ""  # what fails together with others of the same label
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,14 +309,58 @@ class StatusInfo:
 @dataclass(frozen=True, slots=True)
 class Done:
     """Answer of Heartbeat, Unmount, Tick, SetQuota. `more`: this tick left work that was due; let
-    the next one come soon."""
+    the next one come soon. `tasks`: so many wait for this node."""
 
     more: bool = False
+    tasks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTask:
+    """Make a replica: read the extent of `source_generation` at `source_offset` of the segment
+    `segment_ids[source]`, write it to `offset` of the node's own segment under `generation`, which
+    names the task. Nothing is written after `expires_ms` of the master's clock."""
+
+    tenant: str
+    key: bytes
+    length: int
+    generation: int
+    offset: int
+    expires_ms: int
+    source: int
+    source_offset: int
+    source_generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskList:
+    """`waiting`: so many more there are."""
+
+    segment_ids: Sequence[int]  # the table that `source` indexes
+    copies: Sequence[CopyTask]
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrainInfo:
+    """Numbers of objects. `moved` to other nodes; `dropped`: had enough replicas elsewhere;
+    `ended`: removed or evicted while they were copied; `failed`: attempts, which are repeated;
+    `left`: still there when all were last looked at. `state`: running; done; stuck: there is no
+    place for what is left; cancelled."""
+
+    state: str
+    moved: int
+    moved_bytes: int
+    dropped: int
+    ended: int
+    failed: int
+    left: int
+    left_bytes: int  # of extents, also of puts that run
 
 
 Reply = (
     Refused | Statuses | Present | Located | Granted | Listed | Mounted | StatusInfo | Done
-    | EventPage
+    | EventPage | TaskList | DrainInfo
 )  # fmt: skip
 
 # --- effects ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ A segment is *readable* when Locate may name it, *placeable* when new extents ma
 | state | readable | placeable | leaves by |
 |---|---|---|---|
 | alive | yes | yes | silence of `suspect_ms`, or a report after a missed heartbeat -> suspect |
-| draining | yes | no | the node says so in its heartbeats |
+| draining | yes | no | the node says so in its heartbeats, or an operator asked for it |
 | returning | yes | no | after a restart of the master, until the node mounts again -> alive |
 | suspect | no | no | heartbeat -> alive; silence of `dead_ms` -> gone |
 | gone | no | no | its objects are forgotten in small steps, then the entry |
@@ -22,10 +22,12 @@ them before it mounts. Its heartbeat is answered "unknown" until then. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from mooncake_py.master.allocator import UNIT_BYTES, Allocator
 from mooncake_py.master.commands import Mount
 from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.tenant import Put
 
 ALIVE = "alive"
 DRAINING = "draining"
@@ -43,6 +45,8 @@ class Segment:
         "address",
         "allocator",
         "domain",
+        "drain_asked",
+        "drain_told",
         "host_id",
         "incarnation",
         "index",
@@ -67,6 +71,8 @@ class Segment:
         self.region = mount.region
         self.nbytes = mount.nbytes
         self.host_id = mount.host_id
+        self.drain_asked = False  # by an operator
+        self.drain_told = False  # by the node itself, in its last heartbeat
         self.domain = mount.domain  # known while it is mounted with this master
         self.allocator = Allocator(mount.nbytes // UNIT_BYTES)
         self.state = ALIVE
@@ -81,9 +87,20 @@ class Segment:
         return self.state in _READABLE
 
 
+@dataclass(slots=True)
+class Leaving:
+    """A segment that is gone, and how far it is forgotten."""
+
+    segment: Segment
+    puts: list[Put] = field(default_factory=list)  # whose grants are still to be looked at
+    entry: int = 0  # of the last of these
+    slot: int = 0  # objects before this one have been looked at
+
+
 class Membership:
     """All segments. `impaired` holds the indices of those that are not readable; `placeable`
-    those that new extents may go to. `version` changes whenever either does."""
+    those that new extents may go to, `draining` those that are to be emptied. `version` changes
+    whenever one of them does."""
 
     def __init__(self, settings: CatalogSettings) -> None:
         self._settings = settings
@@ -92,6 +109,7 @@ class Membership:
         self.version = 0
         self.impaired: set[int] = set()
         self.placeable: list[Segment] = []
+        self.draining: list[Segment] = []
         self.next_segment_id = 1
 
     def __iter__(self) -> Iterator[Segment]:
@@ -171,6 +189,7 @@ class Membership:
         self.version += 1
         self.impaired = {each.index for each in self.by_id.values() if not each.readable}
         self.placeable = [each for each in self.by_id.values() if each.state == ALIVE]
+        self.draining = [each for each in self.by_id.values() if each.state == DRAINING]
 
     def silent(self, now_ms: int) -> tuple[list[Segment], list[Segment]]:
         """Segments that are to become (suspect, gone) for their silence."""

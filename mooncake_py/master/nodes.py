@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mooncake_py.errors import ObjectNotFound, UsageError
 from mooncake_py.master import records
 from mooncake_py.master.allocator import UNIT_BYTES
 from mooncake_py.master.commands import Applied, Done, Heartbeat, Mount, Mounted, Refused, Unmount
+from mooncake_py.master.copies import lose_target
+from mooncake_py.master.drains import judge_drain
 from mooncake_py.master.lifecycle import Event
-from mooncake_py.master.membership import ALIVE, DRAINING, GONE, RETURNING, SUSPECT, Segment
+from mooncake_py.master.membership import (
+    ALIVE,
+    DRAINING,
+    GONE,
+    RETURNING,
+    SUSPECT,
+    Leaving,
+    Segment,
+)
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.work import Work
@@ -17,6 +25,8 @@ from mooncake_py.master.work import Work
 _NAME_MAX_BYTES = 255
 _SEGMENT_MAX_BYTES = (PLACE_MASK + 1) * UNIT_BYTES
 _SEGMENTS_MAX = 1 << 16
+_STRIDE = 16_384  # slots looked at in one go
+_STRIDES_A_TICK = 8
 
 
 def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
@@ -47,6 +57,8 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     segment.seen_ms = now_ms
     segment.mounted = True
     members.set_state(segment, ALIVE)
+    segment.drain_told = False
+    judge_drain(state, segment)
     work.records.append(records.encode(segment_fields(segment)))
     work.durable = True
     state.counters["mounts"] += 1
@@ -74,8 +86,11 @@ def heartbeat(state: CatalogState, command: Heartbeat, now_ms: int) -> Applied:
         cause = f"segment {command.segment_id} of {command.node!r} is not mounted here"
         return Applied(Refused(ObjectNotFound.code, cause))
     segment.seen_ms = now_ms
-    state.members.set_state(segment, DRAINING if command.draining else ALIVE)
-    return Applied(Done())
+    segment.drain_told = command.draining
+    if segment.state not in (ALIVE, DRAINING):
+        state.members.set_state(segment, ALIVE)
+    judge_drain(state, segment)
+    return Applied(Done(tasks=state.tasks.waiting_for(segment.index)))
 
 
 def unmount(state: CatalogState, command: Unmount, now_ms: int) -> Applied:
@@ -87,12 +102,14 @@ def unmount(state: CatalogState, command: Unmount, now_ms: int) -> Applied:
 
 
 def lose_segment(state: CatalogState, work: Work, segment: Segment, now_ms: int) -> None:
-    """From now on nothing is on it. Its objects are forgotten by `reclaim`, a few a tick."""
+    """From now on nothing is on it. Its grants and objects are forgotten by `reclaim`, a few a
+    tick; what must not wait for that looks whether the segment is gone."""
     state.members.set_state(segment, GONE)
-    state.leaving.append((segment, None))
+    state.leaving.append(Leaving(segment, state.running_puts()))
+    state.tasks.drains.pop(segment.segment_id, None)
+    lose_target(state, segment, now_ms)
     work.records.append(records.encode(records.Gone(segment.segment_id)))
     state.counters["segments_lost"] += 1
-    state.lose_grants(work, segment.index, now_ms)
 
 
 def judge(state: CatalogState, work: Work, now_ms: int) -> None:
@@ -106,31 +123,62 @@ def judge(state: CatalogState, work: Work, now_ms: int) -> None:
 
 
 def reclaim(state: CatalogState, work: Work, now_ms: int) -> None:
-    """Forget at most `reclaim_max` objects of segments that are gone."""
+    """Forget at most `reclaim_max` grants and objects of segments that are gone."""
     left = state.settings.reclaim_max
     while state.leaving and left > 0:
-        segment, slots = state.leaving[0]
-        if slots is None:
-            slots = slots_on(state, segment.index)
-            state.leaving[0] = (segment, slots)
-        while slots and left > 0:
-            slot = slots.pop()
+        leaving = state.leaving[0]
+        left = _reclaim_grants(state, work, leaving, left, now_ms)
+        if leaving.puts:
+            return
+        left = _reclaim_objects(state, work, leaving, left, now_ms)
+        if leaving.slot < len(state.table.key):
+            return
+        state.leaving.pop(0)
+        state.members.forget(leaving.segment)
+
+
+def _reclaim_grants(
+    state: CatalogState, work: Work, leaving: Leaving, left: int, now_ms: int
+) -> int:
+    while leaving.puts and left > 0:
+        put = leaving.puts[-1]
+        while leaving.entry < len(put.keys) and left > 0:
+            grant = (put, leaving.entry)
+            leaving.entry += 1
             left -= 1
-            if state.table.key[slot] is not None:
-                state.lose_replica(work, slot, segment.index, Event.NODE_LOST, now_ms)
-        if not slots:
-            state.leaving.pop(0)
-            state.members.forget(segment)
+            if put.tenant.writing.get(put.keys[grant[1]]) == grant:
+                state.lose_grant(work, grant, leaving.segment.index, now_ms)
+        if leaving.entry >= len(put.keys):
+            leaving.puts.pop()
+            leaving.entry = 0
+    return left
 
 
-def slots_on(state: CatalogState, index: int) -> list[int]:
-    """Slots that have, or had before they were emptied, a replica on this segment."""
-    table = state.table
-    places = table.place_column.many[: len(table.key)]
-    first = np.nonzero(places >> np.uint64(PLACE_BITS) == index)[0].tolist()
-    further = [
-        slot
-        for slot, more in table.more.items()
-        if any(place >> PLACE_BITS == index for place in more)
-    ]
-    return [*first, *further]
+def _reclaim_objects(
+    state: CatalogState, work: Work, leaving: Leaving, left: int, now_ms: int
+) -> int:
+    table, index = state.table, leaving.segment.index
+    strides = _STRIDES_A_TICK
+    while leaving.slot < len(table.key) and left > 0 and strides > 0:
+        stop = leaving.slot + _STRIDE
+        slots = sorted(table.slots_on(index, leaving.slot, stop))
+        for slot in slots[:left]:
+            if table.key[slot] is not None:
+                state.lose_replica(work, slot, index, Event.NODE_LOST, now_ms)
+        leaving.slot = stop if len(slots) <= left else slots[left]
+        left -= len(slots)
+        strides -= 1
+    return left
+
+
+def lose_at_once(state: CatalogState, segment: Segment, now_ms: int) -> list[int]:
+    """For a follower, to whom records say what else ends: grants there end; slots with a replica
+    there."""
+    state.members.set_state(segment, GONE)
+    for tenant in state.tenants:
+        for put, entry in list(tenant.writing.values()):
+            if all(place >> PLACE_BITS == segment.index for place in put.places[entry]):
+                state.give_up_grant(put, entry, 0, now_ms)
+            else:
+                state.lose_grant(Work(), (put, entry), segment.index, now_ms)
+    return state.table.slots_on(segment.index, 0, len(state.table.key))

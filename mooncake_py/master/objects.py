@@ -1,4 +1,4 @@
-"""Complete objects in packed columns: 43 bytes an object besides its key and index entry.
+"""Complete objects in packed columns: 46 bytes an object besides its key and index entry.
 
 A slot is a row number in all columns. Columns are reserved for `objects_max` rows at once; pages of
 memory that no row has used cost nothing, and no column ever moves (growing by copy would stop the
@@ -7,7 +7,9 @@ values, a numpy array for many. What few objects have (further replicas, long le
 TTL, group) is in side dictionaries, and `flags` says so, so that the usual object costs one test.
 
 `place` holds the first replica: segment index in the upper bits, start in units of 64 bytes in
-the lower `PLACE_BITS`. Not thread-safe; pure.
+the lower `PLACE_BITS`. A replica that was copied later has a generation of its own, by which its
+node and its readers know it; `copied` has it by place. `heat` counts Locates of late (tasks.py).
+Not thread-safe; pure.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ HARD_PIN = 16
 TTL = 32  # until `ttls[slot]`
 GROUP = 64  # `groups[slot]`
 PARKED = 128  # not in the order of eviction for now
+COPIED = 256  # a replica has a generation of its own: `copied[place]`
+WANTED = 512  # more than one replica was asked for: `wanted[slot]`
+_PLAIN = READ | HARD_PIN | PARKED  # flags without an entry in a side dictionary
 
 
 class Column:
@@ -49,9 +54,13 @@ class ObjectTable:
     __slots__ = (
         "_free",
         "capacity",
+        "copied",
         "flags",
+        "flags_column",
         "generation",
         "groups",
+        "heat",
+        "heat_column",
         "key",
         "leases",
         "length",
@@ -63,6 +72,7 @@ class ObjectTable:
         "tenant",
         "tenant_column",
         "ttls",
+        "wanted",
     )
 
     def __init__(self, capacity: int) -> None:
@@ -75,13 +85,18 @@ class ObjectTable:
         self.stamp = Column("u8", capacity).one  # ms of the last Locate, or of the commit
         self.tenant_column = Column("u2", capacity)
         self.tenant = self.tenant_column.one
-        self.flags = Column("u1", capacity).one
+        self.flags_column = Column("u2", capacity)
+        self.flags = self.flags_column.one
+        self.heat_column = Column("u2", capacity)
+        self.heat = self.heat_column.one
         self._free = array("I")  # slots below len(key) without an object
         self.more: dict[int, tuple[int, ...]] = {}  # places of replicas after the first
         self.leases: dict[int, int] = {}
         self.soft_pins: dict[int, int] = {}
         self.ttls: dict[int, int] = {}
         self.groups: dict[int, int] = {}
+        self.copied: dict[int, int] = {}  # generation of a replica, by its place
+        self.wanted: dict[int, int] = {}  # replicas that the put asked for
 
     def __len__(self) -> int:
         return len(self.key) - len(self._free)
@@ -102,8 +117,11 @@ class ObjectTable:
 
     def drop(self, slot: int) -> None:
         """Empty the slot; it is used again by a later object."""
-        if self.flags[slot] & ~(READ | HARD_PIN | PARKED):
+        if self.flags[slot] & ~_PLAIN:
+            for place in self.places(slot):
+                self.copied.pop(place, None)
             self.more.pop(slot, None)
+            self.wanted.pop(slot, None)
             self.leases.pop(slot, None)
             self.soft_pins.pop(slot, None)
             self.ttls.pop(slot, None)
@@ -111,6 +129,7 @@ class ObjectTable:
         self.key[slot] = None
         self.flags[slot] = 0
         self.stamp[slot] = 0
+        self.heat[slot] = 0
         self._free.append(slot)
 
     def places(self, slot: int) -> tuple[int, ...]:
@@ -119,8 +138,35 @@ class ObjectTable:
             return (self.place[slot], *self.more[slot])
         return (self.place[slot],)
 
+    def replica_generation(self, slot: int, place: int) -> int:
+        """The generation in the header of this replica."""
+        if self.flags[slot] & COPIED:
+            return self.copied.get(place, self.generation[slot])
+        return self.generation[slot]
+
+    def set_wanted(self, slot: int, count: int) -> None:
+        """More than one replica was asked for."""
+        self.wanted[slot] = count
+        self.flags[slot] |= WANTED
+
+    def add_place(self, slot: int, place: int, generation: int) -> None:
+        """One more replica, with a generation of its own."""
+        self.keep_places(slot, (*self.places(slot), place))
+        self.name_copy(slot, place, generation)
+
+    def name_copy(self, slot: int, place: int, generation: int) -> None:
+        """This replica has a generation of its own."""
+        self.copied[place] = generation
+        self.flags[slot] |= COPIED
+
     def keep_places(self, slot: int, places: tuple[int, ...]) -> None:
         """Replace the replicas by `places` (at least one)."""
+        if self.flags[slot] & COPIED:
+            for place in self.places(slot):
+                if place not in places:
+                    self.copied.pop(place, None)
+            if not any(place in self.copied for place in places):
+                self.flags[slot] &= ~COPIED
         self.place[slot] = places[0]
         if len(places) > 1:
             self.more[slot] = places[1:]
@@ -136,6 +182,19 @@ class ObjectTable:
             return 0
         until = self.stamp[slot] + lease_ms
         return max(until, self.leases[slot]) if flags & LONG_LEASE else until
+
+    def slots_on(self, index: int, start: int, stop: int) -> list[int]:
+        """Of these slots those with a replica on the segment with this index."""
+        stop = min(stop, len(self.key))
+        first = self.place_column.many[start:stop] >> np.uint64(PLACE_BITS) == index
+        found: list[int] = (np.flatnonzero(first) + start).tolist()
+        several = self.flags_column.many[start:stop] & np.uint16(REPLICAS) != 0
+        found += [
+            slot
+            for slot in (np.flatnonzero(several & ~first) + start).tolist()
+            if any(place >> PLACE_BITS == index for place in self.more[slot])
+        ]
+        return [slot for slot in found if self.key[slot] is not None]
 
     def live(self) -> Iterable[int]:
         """Slots that hold an object, in no useful order. Cost: all slots."""

@@ -1,9 +1,7 @@
-"""Put start, put end, put revoke.
+"""Put start: which keys are granted, and where. What becomes of grants is in `commits.py`.
 
 Rules. A put start answers per key: granted, EXISTS (a complete object, or another writer's running
-grant, or the same key earlier in the batch), OUT_OF_SPACE, QUOTA (hard pins) or USAGE. A grant is
-known by its generation; only a put end that names it, in time, makes the object visible. A second
-put end of the same generation is OK, anything else is LEASE_EXPIRED and changes nothing.
+grant, or the same key earlier in the batch), OUT_OF_SPACE, QUOTA (hard pins) or USAGE.
 
 With `upsert` a complete object does not stand in the way: it is found until the put end, which
 replaces it in the same step. If the put fails, it simply stays.
@@ -24,16 +22,12 @@ from mooncake_py.master import records
 from mooncake_py.master.commands import (
     Applied,
     Granted,
-    PutEnd,
-    PutRevoke,
     PutStart,
     Refused,
-    Statuses,
 )
-from mooncake_py.master.events import STORED
 from mooncake_py.master.groups import names_of
 from mooncake_py.master.lifecycle import Event
-from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, REPLICAS, SOFT_PIN
+from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.placement import Placer, handicaps
 from mooncake_py.master.quotas import Allowance
 from mooncake_py.master.state import CatalogState
@@ -330,6 +324,7 @@ class _PutStart:
             hard_pin=self.policy.hard_pin,
             ttl_ms=self.policy.ttl_ms,
             open_count=len(indices),
+            wanted=self.policy.replica_count,
         )
         count = len(indices)
         state.next_generation += count
@@ -387,114 +382,5 @@ def grant_fields(state: CatalogState, put: Put, now_ms: int) -> records.GrantFie
             for number in (ids[place >> PLACE_BITS], (place & PLACE_MASK) * EXTENT_ALIGN_BYTES)
         ],
         groups=put.groups,
+        wanted=put.wanted,
     )
-
-
-def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
-    keys, generations = command.keys, command.generations
-    count = len(keys)
-    if count > BATCH_MAX_KEYS or len(generations) != count:
-        return Applied(Refused(_USAGE, "too many keys, or keys and generations differ in number"))
-    failed: dict[int, set[int]] = {}
-    for index, segment_id in command.failed:
-        if not 0 <= index < count:
-            return Applied(Refused(_USAGE, f"failed names key {index} of {count}"))
-        failed.setdefault(index, set()).add(segment_id)
-    tenant = state.tenants.find(command.tenant)
-    if tenant is None:
-        return Applied(Statuses(bytes([_EXPIRED]) * count))
-    status = bytearray(count)
-    work = Work()
-    committed: list[int] = []
-    lost: list[tuple[int, int]] = []
-    writing = tenant.writing
-    for i in range(count - 1, -1, -1):  # the last is the first to go: see `eviction.py`
-        key = keys[i]
-        grant = writing.get(key)
-        generation = generations[i]
-        if grant is None or grant[0].first + grant[1] != generation:
-            if not _is_complete(state, tenant, key, generation):
-                status[i] = _EXPIRED
-            continue
-        put, index = grant
-        if put.expires_ms <= now_ms:
-            state.end_grant(work, grant, Event.GRANT_EXPIRED, now_ms)
-            status[i] = _EXPIRED
-            continue
-        if failed and i in failed:
-            lost.extend((generation, each) for each in failed[i])
-            state.fail_replicas(put, index, failed[i], now_ms)
-            if not put.places[index]:
-                state.end_grant(work, grant, Event.ALL_REPLICAS_FAILED, now_ms)
-                status[i] = _EXPIRED
-                continue
-        _replace(state, work, tenant, key, now_ms)
-        commit(state, put, index, now_ms)
-        committed.append(generation)
-    if committed or lost:
-        work.records.append(records.encode(records.Commits(now_ms, committed, lost)))
-    state.counters["put_ends"] += len(committed)
-    return work.done(Statuses(bytes(status)), now_ms)
-
-
-def _replace(state: CatalogState, work: Work, tenant: Tenant, key: bytes, now_ms: int) -> None:
-    """An upsert is about to be committed: what was there ends."""
-    former = tenant.complete.get(key)
-    if former is not None:
-        state.end_object(work, former, Event.REPLACED, now_ms)
-
-
-def commit(state: CatalogState, put: Put, index: int, now_ms: int) -> None:
-    """The grant becomes a visible object; pins and TTL count from now."""
-    key, places, tenant = put.keys[index], put.places[index], put.tenant
-    del tenant.writing[key]
-    slot = state.table.add(key, put.first + index, put.lengths[index], places[0], tenant.number)
-    if len(places) > 1 or put.hard_pin or put.soft_pin_ms or put.ttl_ms or put.groups:
-        soft_pin = now_ms + put.soft_pin_ms if put.soft_pin_ms else 0
-        ttl = now_ms + put.ttl_ms if put.ttl_ms else 0
-        dress(state, slot, places, put.hard_pin, soft_pin, ttl)
-        if put.groups and put.groups[index]:
-            state.join_group(put.groups[index], tenant, key, slot)
-    state.enter(tenant, key, slot, now_ms)
-    state.events.add(STORED, tenant.name, key, put.first + index)
-    state.close_grants(put, 1)
-
-
-def dress(
-    state: CatalogState, slot: int, places: tuple[int, ...], hard_pin: bool, soft_pin: int, ttl: int
-) -> None:
-    """What few objects have: further replicas, a pin, deadlines (0: none)."""
-    table = state.table
-    if len(places) > 1:
-        table.more[slot] = places[1:]
-        table.flags[slot] |= REPLICAS
-    if hard_pin:
-        table.flags[slot] |= HARD_PIN
-    elif soft_pin:
-        table.flags[slot] |= SOFT_PIN
-        table.soft_pins[slot] = soft_pin
-    if ttl:
-        state.set_ttl(slot, ttl)
-
-
-def put_revoke(state: CatalogState, command: PutRevoke, now_ms: int) -> Applied:
-    keys, generations = command.keys, command.generations
-    if len(keys) > BATCH_MAX_KEYS or len(generations) != len(keys):
-        return Applied(Refused(_USAGE, "too many keys, or keys and generations differ in number"))
-    status = bytearray(len(keys))
-    work = Work()
-    tenant = state.tenants.find(command.tenant)
-    if tenant is None:
-        return Applied(Statuses(bytes(status)))
-    for i, key in enumerate(keys):
-        grant = tenant.writing.get(key)
-        if grant is not None and grant[0].first + grant[1] == generations[i]:
-            state.end_grant(work, grant, Event.PUT_REVOKE, now_ms)
-        elif _is_complete(state, tenant, key, generations[i]):
-            status[i] = _EXISTS
-    return work.done(Statuses(bytes(status)), now_ms)
-
-
-def _is_complete(state: CatalogState, tenant: Tenant, key: bytes, generation: int) -> bool:
-    slot = tenant.complete.get(key)
-    return slot is not None and state.table.generation[slot] == generation

@@ -47,6 +47,19 @@ def apply_quota(state: CatalogState, fields: records.QuotaFields) -> str:
     return ""
 
 
+def trim_tenants(state: CatalogState, work: Work, now_ms: int, count_max: int) -> bool:
+    """Tenants that hold more than their quota and evict for it lose so many of their objects,
+    at most; is that not enough?"""
+    for tenant in state.tenants.trimmed:
+        while tenant.over_quota:
+            if not count_max:
+                return True
+            if not state.evict(work, 1, now_ms, 1, tenant):
+                break
+            count_max -= 1
+    return False
+
+
 def quota_fields(tenant: Tenant) -> records.QuotaFields:
     quota = tenant.quota
     if quota is None:

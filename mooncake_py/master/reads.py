@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from mooncake_py.errors import (
     OK,
@@ -37,13 +38,22 @@ from mooncake_py.master.commands import (
 from mooncake_py.master.lease import lease_length_ms
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, DRAINING, SUSPECT
-from mooncake_py.master.objects import GROUP, LONG_LEASE, PLACE_BITS, PLACE_MASK, REPLICAS, TTL
+from mooncake_py.master.objects import (
+    COPIED,
+    GROUP,
+    LONG_LEASE,
+    PLACE_BITS,
+    PLACE_MASK,
+    REPLICAS,
+    TTL,
+)
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.tenant import Listing, Tenant
 from mooncake_py.master.work import Work
 from mooncake_py.model import BATCH_MAX_KEYS, EXTENT_ALIGN_BYTES, PLACEMENT_ROW
 
 _MISS = ObjectNotFound.code
+_SPECIAL = REPLICAS | TTL | GROUP | COPIED
 _LISTINGS_MAX = 4  # in progress a tenant
 _WRONG_BYTES = (ChecksumMismatch.code, LeaseExpired.code)
 _UNREACHED = (PeerUnreachable.code, TransferTimeout.code)
@@ -114,7 +124,7 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
                 del status[i + 1 :]
                 break
             continue
-        if careful or flags_of[slot] & (REPLICAS | TTL | GROUP):
+        if careful or flags_of[slot] & _SPECIAL:
             found = _all_rows(state, slot, i, entries, now_ms)
             if not found:
                 status[i] = _MISS
@@ -129,17 +139,29 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
             start = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
             rows.append(pack(i, entry, start, length_of[slot], generation_of[slot]))
         slots.append(slot)
-    if lease_ms > state.settings.lease_ms:
-        until = now_ms + lease_ms
-        for slot in slots:
-            table.leases[slot] = max(until, table.leases.get(slot, 0))
-            flags_of[slot] |= LONG_LEASE
-    tenant.pool.touch(reversed(slots), now_ms)  # so that the tail of a prefix goes before its head
+    _count_located(state, tenant, slots, lease_ms, now_ms)
     for counters in (state.counters, tenant.counters):
         counters["locate_hits"] += len(slots)
         counters["locate_misses"] += len(status) - len(slots)
     ids = [state.members.at(index).segment_id for index in entries]
     return Applied(Located(bytes(status), ids, b"".join(rows), lease_ms))
+
+
+def _count_located(
+    state: CatalogState, tenant: Tenant, slots: list[int], lease_ms: int, now_ms: int
+) -> None:
+    """Leases, heat, and the order of eviction."""
+    table = state.table
+    if lease_ms > state.settings.lease_ms:
+        until = now_ms + lease_ms
+        for slot in slots:
+            table.leases[slot] = max(until, table.leases.get(slot, 0))
+            table.flags[slot] |= LONG_LEASE
+    heat = table.heat
+    with suppress(ValueError):  # one that cannot be hotter
+        for slot in slots:
+            heat[slot] += 1
+    tenant.pool.touch(reversed(slots), now_ms)  # so that the tail of a prefix goes before its head
 
 
 def _all_rows(
@@ -149,14 +171,14 @@ def _all_rows(
     table = state.table
     if table.flags[slot] & TTL and table.ttls[slot] <= now_ms:
         return []
-    length, generation = table.length[slot], table.generation[slot]
+    length = table.length[slot]
     return [
         PLACEMENT_ROW.pack(
             i,
             entries.setdefault(place >> PLACE_BITS, len(entries)),
             (place & PLACE_MASK) * EXTENT_ALIGN_BYTES,
             length,
-            generation,
+            table.replica_generation(slot, place),
         )
         for place in state.readable_places(slot, now_ms)
     ]
@@ -217,15 +239,25 @@ def report(state: CatalogState, command: Report, now_ms: int) -> Applied:
     for key, generation, segment_id, code in zip(keys, *columns, strict=True):
         segment = state.members.by_id.get(segment_id)
         slot = tenant.complete.get(key) if tenant is not None else None
-        if segment is None or slot is None or state.table.generation[slot] != generation:
+        if segment is None or slot is None or not _is_of(state, slot, segment.index, generation):
             continue
         if code in _WRONG_BYTES:
             state.counters["reports_wrong_bytes"] += 1
             state.lose_replica(work, slot, segment.index, Event.DAMAGED, now_ms)
         elif code in _UNREACHED:
             state.counters["reports_unreached"] += 1
-            state.doubts[generation, segment.index] = now_ms + state.settings.doubt_ms
+            state.doubts[state.table.generation[slot], segment.index] = (
+                now_ms + state.settings.doubt_ms
+            )
             missed = now_ms - segment.seen_ms > 2 * state.settings.heartbeat_ms
             if missed and segment.state in (ALIVE, DRAINING):
                 state.members.set_state(segment, SUSPECT)
     return work.done(Statuses(bytes([OK]) * len(keys)), now_ms)
+
+
+def _is_of(state: CatalogState, slot: int, index: int, generation: int) -> bool:
+    """Is this the generation of the object's replica on that segment?"""
+    return any(
+        place >> PLACE_BITS == index and state.table.replica_generation(slot, place) == generation
+        for place in state.table.places(slot)
+    )

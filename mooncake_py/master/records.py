@@ -16,6 +16,7 @@ columns one after the other, so that packing 128 keys costs little more than pac
 | OBJECTS | like GRANTS | only in snapshots: complete objects |
 | RESTING | (until, segment id, offset, bytes) rows | only in snapshots: extents not to be used yet |
 | QUOTA | bytes, keys, policy, tenant | a tenant's quota from now on; policy 255: none |
+| COPIES | (generation, replica's generation, segment id, offset) rows | objects have got these replicas, or theirs have these generations |
 
 A snapshot is a sequence of records, each with its length in front: the log in its shortest form.
 A reader skips what it does not know (newer kind) and what is damaged, and counts both.
@@ -40,6 +41,7 @@ LOST = 7
 OBJECTS = 8
 RESTING = 9
 QUOTA = 10
+COPIES = 11
 
 _HEAD = struct.Struct("<BBH")
 _CRC = struct.Struct("<I")
@@ -53,7 +55,8 @@ _DROPS = struct.Struct("<QQI")
 _QUOTA = struct.Struct("<QQB")
 _NO_POLICY = 255
 
-HARD_PIN = 1
+HARD_PIN = 1  # of the flags of GRANTS; the upper seven bits: how many replicas were asked for
+_WANTED_SHIFT = 1
 
 
 class DamagedRecord(ValueError):
@@ -105,6 +108,7 @@ class GrantFields:
     extents: Sequence[int]
     groups: Sequence[int] = ()
     complete: bool = False
+    wanted: int = 1  # replicas that were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,11 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Copies:
+    rows: Sequence[tuple[int, int, int, int]]  # generation, replica's, segment id, offset in bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Resting:
     rows: Sequence[tuple[int, int, int, int]]  # until ms, segment id, offset, bytes
 
@@ -142,7 +151,10 @@ class QuotaFields:
     policy: int | None
 
 
-Record = Marks | SegmentFields | Gone | GrantFields | Commits | Drops | Lost | Resting | QuotaFields
+Record = (
+    Marks | SegmentFields | Gone | GrantFields | Commits | Drops | Lost | Resting | QuotaFields
+    | Copies
+)  # fmt: skip
 
 
 def _frame(kind: int, body: bytes) -> bytes:
@@ -171,8 +183,9 @@ def encode(record: Record) -> bytes:
             return _frame(DROPS, head + _u64s(generations))
         case Lost(until_ms, pairs):
             return _frame(LOST, _u64s([until_ms, *_flat(pairs)]))
-        case Resting(rows):
-            return _frame(RESTING, _u64s(_flat(rows)))
+        case Resting(rows) | Copies(rows):
+            kind = RESTING if isinstance(record, Resting) else COPIES
+            return _frame(kind, _u64s(_flat(rows)))
         case QuotaFields(tenant, bytes_max, keys_max, policy):
             head = _QUOTA.pack(bytes_max, keys_max, _NO_POLICY if policy is None else policy)
             return _frame(QUOTA, head + tenant.encode())
@@ -199,7 +212,7 @@ def _segment_body(record: SegmentFields) -> bytes:
 def _grants_body(record: GrantFields) -> bytes:
     tenant = record.tenant.encode()
     keys = record.keys
-    flags = HARD_PIN if record.hard_pin else 0
+    flags = (HARD_PIN if record.hard_pin else 0) | record.wanted << _WANTED_SHIFT
     head = _GRANTS.pack(
         record.now_ms,
         record.expires_ms,
@@ -299,6 +312,7 @@ def _read_grants(body: memoryview, complete: bool = False) -> GrantFields:
         extents=extents,
         groups=group_numbers,
         complete=complete,
+        wanted=flags >> _WANTED_SHIFT or 1,
     )
 
 
@@ -325,9 +339,9 @@ def _read_quota(body: memoryview) -> QuotaFields:
     return QuotaFields(tenant, bytes_max, keys_max, None if policy == _NO_POLICY else policy)
 
 
-def _read_resting(body: memoryview) -> Resting:
+def _read_fours(body: memoryview) -> list[tuple[int, int, int, int]]:
     flat = _Columns(body, 0).numbers("Q", len(body) // 8)
-    return Resting(list(zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)))
+    return list(zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True))
 
 
 def _read_segment(body: memoryview) -> SegmentFields:
@@ -346,7 +360,8 @@ _READERS: dict[int, Callable[[memoryview], Record]] = {
     DROPS: _read_drops,
     LOST: _read_lost,
     OBJECTS: lambda body: _read_grants(body, complete=True),
-    RESTING: _read_resting,
+    RESTING: lambda body: Resting(_read_fours(body)),
+    COPIES: lambda body: Copies(_read_fours(body)),
     QUOTA: _read_quota,
 }
 

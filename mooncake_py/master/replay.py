@@ -19,24 +19,27 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from mooncake_py.master import records
 from mooncake_py.master.allocator import UNIT_BYTES
 from mooncake_py.master.commands import Mount
+from mooncake_py.master.commits import dress
 from mooncake_py.master.membership import RETURNING, Membership
 from mooncake_py.master.nodes import segment_fields
 from mooncake_py.master.objects import (
+    COPIED,
     HARD_PIN,
     PLACE_BITS,
     PLACE_MASK,
     SOFT_PIN,
     TTL,
 )
-from mooncake_py.master.puts import dress, grant_fields
+from mooncake_py.master.puts import grant_fields
 from mooncake_py.master.quotas import apply_quota, quota_fields
 from mooncake_py.master.records import DamagedRecord, GrantFields
+from mooncake_py.master.repair import find_short
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.tenant import Put
 
@@ -62,6 +65,7 @@ class _Attempt:
     position: int  # in the columns of `fields`
     extents: list[tuple[int, int]]
     committed_ms: int = 0  # 0: deadlines in `fields` are absolute
+    copied: dict[tuple[int, int], int] = field(default_factory=dict)  # extent -> its generation
 
     @property
     def length(self) -> int:
@@ -70,6 +74,9 @@ class _Attempt:
     @property
     def generation(self) -> int:
         return self.fields.generations[self.position]
+
+    def generation_at(self, extent: tuple[int, int]) -> int:
+        return self.copied.get(extent, self.generation)
 
 
 class _Log:
@@ -95,6 +102,11 @@ class _Log:
             case records.Lost(until_ms, pairs):
                 for generation, segment_id in pairs:
                     self._strip(self.complete.get(generation), segment_id, until_ms)
+            case _:
+                self._apply_rare(record)
+
+    def _apply_rare(self, record: records.Record) -> None:
+        match record:
             case records.Marks(generation, segment_id):
                 self.marks = records.Marks(
                     max(self.marks.generation, generation),
@@ -102,6 +114,9 @@ class _Log:
                 )
             case records.SegmentFields():
                 self.segments[record.segment_id] = record
+            case records.Copies(rows):
+                for generation, own, segment_id, offset in rows:
+                    self._copy(generation, own, (segment_id, offset))
             case records.QuotaFields():
                 self.quotas[record.tenant] = record
             case records.Gone(segment_id):
@@ -111,6 +126,13 @@ class _Log:
                     (until, segment_id, offset // UNIT_BYTES, nbytes // UNIT_BYTES)
                     for until, segment_id, offset, nbytes in rows
                 )
+
+    def _copy(self, generation: int, own: int, extent: tuple[int, int]) -> None:
+        attempt = self.complete.get(generation)
+        if attempt is not None:
+            if extent not in attempt.extents:
+                attempt.extents.append(extent)
+            attempt.copied[extent] = own
 
     def _drop(self, record: records.Drops) -> None:
         for generation in record.generations:
@@ -197,7 +219,10 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
         _add_grant(state, attempt, _places(members, attempt, granted), report)
     for tenant in state.tenants:
         tenant.pool.touch(tenant.complete.values(), now_ms)
-    youngest = max((each.generation for each in (*complete, *writing)), default=0)
+    find_short(state)
+    youngest = max(
+        (max((each.generation, *each.copied.values())) for each in (*complete, *writing)), default=0
+    )
     state.next_generation = state.generation_mark = max(log.marks.generation, youngest + 1)
     members.next_segment_id = max(members.next_segment_id, log.marks.segment_id)
 
@@ -215,9 +240,10 @@ def _claim_extents(
     claims: dict[int, list[tuple[int, int, int]]] = {each: [] for each in members.by_id}
     for attempt in attempts:
         units = extent_units(attempt.length)
-        for segment_id, offset in attempt.extents:
-            if segment_id in claims:
-                claims[segment_id].append((offset // UNIT_BYTES, units, attempt.generation))
+        for extent in attempt.extents:
+            if extent[0] in claims:
+                claim = (extent[1] // UNIT_BYTES, units, attempt.generation_at(extent))
+                claims[extent[0]].append(claim)
     resting = [each for each in all_resting if each[0] > now_ms and each[1] in claims]
     for _, segment_id, start, units in resting:
         claims[segment_id].append((start, units, 0))
@@ -262,12 +288,17 @@ def _settle(claims: list[tuple[int, int, int]], units_max: int) -> list[tuple[in
 def _places(
     members: Membership, attempt: _Attempt, granted: dict[int, set[tuple[int, int, int]]]
 ) -> tuple[int, ...]:
-    units, generation = extent_units(attempt.length), attempt.generation
+    units = extent_units(attempt.length)
     return tuple(
-        members.by_id[segment_id].index << PLACE_BITS | offset // UNIT_BYTES
-        for segment_id, offset in attempt.extents
-        if (offset // UNIT_BYTES, units, generation) in granted.get(segment_id, ())
+        _place(members, extent)
+        for extent in attempt.extents
+        if (extent[1] // UNIT_BYTES, units, attempt.generation_at(extent))
+        in granted.get(extent[0], ())
     )
+
+
+def _place(members: Membership, extent: tuple[int, int]) -> int:
+    return members.by_id[extent[0]].index << PLACE_BITS | extent[1] // UNIT_BYTES
 
 
 def _put_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> Put | None:
@@ -288,6 +319,7 @@ def _put_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> 
         hard_pin=fields.hard_pin,
         ttl_ms=fields.ttl_ms,
         open_count=1,
+        wanted=fields.wanted,
     )
     units = extent_units(attempt.length)
     for place in places:
@@ -325,6 +357,11 @@ def _add_object(
     soft_pin = fields.soft_pin_ms + since if fields.soft_pin_ms else 0
     ttl = fields.ttl_ms + since if fields.ttl_ms else 0
     dress(state, slot, places, fields.hard_pin, soft_pin, ttl)
+    if fields.wanted > 1:
+        state.table.set_wanted(slot, fields.wanted)
+    for extent, own in attempt.copied.items():
+        if extent in attempt.extents and (place := _place(state.members, extent)) in places:
+            state.table.name_copy(slot, place, own)
     if put.groups and put.groups[0]:
         state.join_group(put.groups[0], tenant, key, slot)
     state.enter(tenant, key, slot, now_ms)
@@ -369,10 +406,11 @@ def _alone(put: Put, index: int) -> Put:
     )
 
 
-def _object_records(state: CatalogState, now_ms: int) -> Iterator[GrantFields]:
-    """Complete objects in runs that share tenant, pins and TTL."""
+def _object_records(state: CatalogState, now_ms: int) -> Iterator[records.Record]:
+    """Complete objects in runs that share tenant, pins, TTL and how many replicas they want; after
+    each run the generations of its copies."""
     table = state.table
-    alike: dict[tuple[int, int, int, bool], list[int]] = {}
+    alike: dict[tuple[int, int, int, bool, int], list[int]] = {}
     for slot in table.live():
         flags = table.flags[slot]
         kind = (
@@ -380,10 +418,11 @@ def _object_records(state: CatalogState, now_ms: int) -> Iterator[GrantFields]:
             table.soft_pins[slot] if flags & SOFT_PIN else 0,
             table.ttls[slot] if flags & TTL else 0,
             bool(flags & HARD_PIN),
+            table.wanted.get(slot, 1),
         )
         alike.setdefault(kind, []).append(slot)
     ids = {segment.index: segment.segment_id for segment in state.members}
-    for (tenant, soft_pin, ttl, hard_pin), slots in alike.items():
+    for (tenant, soft_pin, ttl, hard_pin, wanted), slots in alike.items():
         rest = iter(slots)
         while run := list(islice(rest, _RUN)):
             yield GrantFields(
@@ -405,4 +444,15 @@ def _object_records(state: CatalogState, now_ms: int) -> Iterator[GrantFields]:
                 ],
                 groups=[table.groups.get(slot, 0) for slot in run] if table.groups else (),
                 complete=True,
+                wanted=wanted,
             )
+            yield records.Copies(
+                [
+                    (table.generation[slot], table.copied[place], ids[place >> PLACE_BITS],
+                     (place & PLACE_MASK) * UNIT_BYTES)
+                    for slot in run
+                    if table.flags[slot] & COPIED
+                    for place in table.places(slot)
+                    if place in table.copied
+                ]
+            )  # fmt: skip

@@ -158,6 +158,12 @@ class Service:
                 return convert.granted(reply, term, self._describe(reply.segment_ids), macs)
             case c.Statuses():
                 return convert.statuses(method, reply, term)
+            case _:
+                return self._rare_reply(method, command, reply, now_ms)
+
+    def _rare_reply(self, method: Method, command: c.Command, reply: c.Reply, now_ms: int) -> bytes:
+        term = self._cluster.term
+        match reply:
             case c.Listed():
                 return convert.listed(reply, term)
             case c.StatusInfo():
@@ -165,7 +171,12 @@ class Service:
             case c.Mounted(segment_id):
                 return convert.mounted(self._terms(segment_id, now_ms), term)
             case c.Done() if isinstance(command, c.Heartbeat):
-                return convert.beat(term, now_ms, self._to_unseal(command.segment_id))
+                return convert.beat(term, now_ms, self._to_unseal(command.segment_id), reply.tasks)
+            case c.TaskList():
+                digests = [self._digests(each.tenant, [each.key]) for each in reply.copies]
+                return convert.tasks(reply, term, self._describe(reply.segment_ids), digests)
+            case c.DrainInfo():
+                return convert.drained(reply, term)
             case c.Done():
                 return convert.done(method, term)
             case c.EventPage():

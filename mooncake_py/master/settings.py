@@ -37,7 +37,12 @@ class CatalogSettings:
     tenants_max: int = 10_000
     list_max: int = 10_000  # keys a page
     events_max: int = 0  # newest events kept for mirrors, about 250 bytes each; 0: none
-    reclaim_max: int = 2_000  # objects of lost nodes forgotten per tick
+    repair_bytes_per_s: int = 256 << 20  # copied for lost replicas and hot objects, at most
+    hot_copies_max: int = 0  # replicas that a hot object gets beyond those it wants; 0: none
+    hot_factor: int = 10  # times the mean Locates of located objects make an object hot
+    hot_min: int = 32  # Locates in a window that make one hot at all
+    hot_window_ms: int = 5_000  # over which Locates are counted
+    reclaim_max: int = 2_000  # objects and grants of lost nodes forgotten per tick
     step_max: int = 500  # ended by one tick for each reason, or by one call of a removal of all
     generation_block: int = 1 << 20  # generations reserved by one durable record
 
@@ -59,7 +64,11 @@ class CatalogSettings:
             ),
             (self.slow_start_ms >= 0, "0", "slow_start_ms"),
             (self.step_max >= 1, "1", "step_max"),
-            (1 <= self.replica_max <= 255, "1", "replica_max (at most 255)"),
+            (1 <= self.replica_max <= 127, "1", "replica_max (at most 127)"),
+            (self.repair_bytes_per_s >= 1 << 20, "1048576", "repair_bytes_per_s"),
+            (0 <= self.hot_copies_max < self.replica_max, "hot_copies_max + 1", "replica_max"),
+            (self.hot_factor >= 1 and self.hot_min >= 2, "1 and 2", "hot_factor and hot_min"),
+            (self.hot_window_ms >= self.tick_ms, "tick_ms", "hot_window_ms"),
             (1 << 12 <= self.objects_max < 1 << 32, "4096", "objects_max (below 2 ** 32)"),
             (self.tenants_max < 1 << 16, "tenants_max", "65535"),
             (self.generation_block >= 1 << 13, "8192", "generation_block"),

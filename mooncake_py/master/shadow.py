@@ -22,17 +22,17 @@ from numpy.typing import NDArray
 from mooncake_py.master import nodes, records
 from mooncake_py.master.allocator import UNIT_BYTES, Allocator
 from mooncake_py.master.commands import Mount
+from mooncake_py.master.commits import commit, dress
 from mooncake_py.master.eviction import Pool
 from mooncake_py.master.membership import GONE, RETURNING, Segment
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
-from mooncake_py.master.puts import commit, dress
 from mooncake_py.master.quotas import apply_quota
 from mooncake_py.master.records import DamagedRecord, GrantFields
+from mooncake_py.master.repair import find_short
 from mooncake_py.master.replay import RestoreReport
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.tenant import Grant, Put
-from mooncake_py.master.work import Work
 
 _TTLS_MAX = 10_000  # entries of ended objects that are tolerated
 
@@ -73,6 +73,7 @@ class Shadow:
             else:
                 self._apply(record)
         state = self.state
+        state.tasks.short.clear()  # found anew by who takes over
         self._touch_new()
         if len(state.table.ttls) + _TTLS_MAX < state.ttl_watches:
             state.watch_ttls()
@@ -89,6 +90,7 @@ class Shadow:
         state.open_grants = 0
         for put in {id(put): put for put, _ in self._valid_grants()}.values():
             state.watch_grants(put)
+        find_short(state)
         for segment in state.members:
             segment.seen_ms = now_ms
         marks = self._marks
@@ -143,6 +145,9 @@ class Shadow:
                 self._offer(record)
             case records.Gone(segment_id):
                 self._forget(segment_id)
+            case records.Copies(rows):
+                for generation, own, segment_id, offset in rows:
+                    self._copy(generation, own, segment_id, offset // UNIT_BYTES)
             case records.QuotaFields():
                 apply_quota(self.state, record)
             case records.Resting(rows):
@@ -194,6 +199,7 @@ class Shadow:
                 put = Put(
                     tenant, generation, fields.expires_ms, [], [], [], groups,
                     soft_pin_ms=fields.soft_pin_ms, hard_pin=fields.hard_pin, ttl_ms=fields.ttl_ms,
+                    wanted=fields.wanted,
                 )  # fmt: skip
             put.keys.append(fields.keys[position])
             put.lengths.append(fields.lengths[position])
@@ -227,6 +233,8 @@ class Shadow:
         length, generation = put.lengths[index], put.first + index
         slot = state.table.add(key, generation, length, places[0], put.tenant.number)
         dress(state, slot, places, fields.hard_pin, fields.soft_pin_ms, fields.ttl_ms)
+        if fields.wanted > 1:
+            state.table.set_wanted(slot, fields.wanted)
         if put.groups and put.groups[index]:
             state.join_group(put.groups[index], put.tenant, key, slot)
         state.enter(put.tenant, key, slot, self._now_ms)
@@ -297,6 +305,19 @@ class Shadow:
         else:
             self._drop(generation, until_ms)
 
+    def _copy(self, generation: int, own: int, segment_id: int, start: int) -> None:
+        slot = self._slots.get(generation)
+        segment = self.state.members.by_id.get(segment_id)
+        if slot is None or segment is None:
+            return
+        place = segment.index << PLACE_BITS | start
+        if place in self.state.table.places(slot):
+            self.state.table.name_copy(slot, place, own)
+            return
+        segment.used_units += extent_units(self.state.table.length[slot])
+        self.state.add_replica(slot, place, own)
+        self._youngest = max(self._youngest, own)
+
     # --- segments -------------------------------------------------------------------------------
 
     def _offer(self, fields: records.SegmentFields) -> None:
@@ -320,9 +341,7 @@ class Shadow:
         segment = state.members.by_id.get(segment_id)
         if segment is None:
             return
-        state.members.set_state(segment, GONE)
-        state.lose_grants(Work(), segment.index, self._now_ms)
-        for slot in nodes.slots_on(state, segment.index):
+        for slot in nodes.lose_at_once(state, segment, self._now_ms):
             if state.table.key[slot] is not None:
                 self._lose(state.table.generation[slot], segment_id, 0)
         state.members.forget(segment)

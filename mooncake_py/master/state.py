@@ -17,7 +17,7 @@ from mooncake_py.master.eviction import EvictionOrder, Links, Lru, Pool
 from mooncake_py.master.groups import Groups
 from mooncake_py.master.lease import RestingExtents
 from mooncake_py.master.lifecycle import TABLE, Event, Promise, State, end
-from mooncake_py.master.membership import ALIVE, GONE, Membership, Segment
+from mooncake_py.master.membership import ALIVE, GONE, Leaving, Membership
 from mooncake_py.master.objects import (
     GROUP,
     HARD_PIN,
@@ -25,11 +25,13 @@ from mooncake_py.master.objects import (
     PLACE_MASK,
     READ,
     TTL,
+    WANTED,
     ObjectTable,
 )
 from mooncake_py.master.pattern import Pattern
 from mooncake_py.master.s3fifo import S3Fifo
 from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.taskbook import TaskBook
 from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
 from mooncake_py.master.work import Work
 from mooncake_py.master.worth import Worth
@@ -81,7 +83,8 @@ class CatalogState:
         self.open_grants = 0
         self.hard_pinned_units = 0
         self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
-        self.leaving: list[tuple[Segment, list[int] | None]] = []  # gone, objects to forget
+        self.leaving: list[Leaving] = []  # segments that are gone, and not yet forgotten
+        self.tasks = TaskBook()
         self._expiries: list[tuple[int, int, Put]] = []
         self._expiry_index = 0  # of the first one: its grants before this one have been looked at
         self._put_count = 0
@@ -176,19 +179,20 @@ class CatalogState:
         put.tenant.used_bytes -= nbytes
         return nbytes
 
-    def lose_grants(self, work: Work, index: int, now_ms: int) -> None:
+    def running_puts(self) -> list[Put]:
+        """With grants that may not have ended."""
+        return [put for _, _, put in self._expiries]
+
+    def lose_grant(self, work: Work, grant: Grant, index: int, now_ms: int) -> None:
         """The segment with this index is gone, and with it what was to be written there."""
-        for tenant in self.tenants:
-            for key, (put, entry) in list(tenant.writing.items()):
-                if tenant.writing.get(key) != (put, entry):
-                    continue  # ended with its group just now
-                places = put.places[entry]
-                lost = tuple(each for each in places if each >> PLACE_BITS == index)
-                if len(lost) == len(places):
-                    self.end_grant(work, (put, entry), Event.NODE_LOST, now_ms)
-                elif lost:
-                    put.places[entry] = tuple(each for each in places if each not in lost)
-                    self._give_up(put, entry, lost, 0, now_ms)
+        put, entry = grant
+        places = put.places[entry]
+        lost = tuple(each for each in places if each >> PLACE_BITS == index)
+        if len(lost) == len(places):
+            self.end_grant(work, grant, Event.NODE_LOST, now_ms)
+        elif lost:
+            put.places[entry] = tuple(each for each in places if each not in lost)
+            self._give_up(put, entry, lost, 0, now_ms)
 
     # --- objects --------------------------------------------------------------------------------
 
@@ -206,7 +210,8 @@ class CatalogState:
         for place in places:
             segment = self.members.at(place >> PLACE_BITS)
             if transition.unseal and segment.state != GONE:
-                work.unseal(segment.segment_id, place & PLACE_MASK, length, generation)
+                own = table.replica_generation(slot, place)
+                work.unseal(segment.segment_id, place & PLACE_MASK, length, own)
             if segment.state == ALIVE:
                 freed += units
         group = table.groups[slot] if flags & GROUP else 0
@@ -384,14 +389,26 @@ class CatalogState:
                 self.end_object(work, slot, Event.TTL_ENDED, now_ms)
         return False
 
+    def note_short(self, slot: int) -> None:
+        """The object may have fewer replicas than it wants: `repair.py` looks after it."""
+        table = self.table
+        wanted = table.wanted.get(slot, 1) if table.flags[slot] & WANTED else 1
+        if wanted > 1 and len(table.places(slot)) < wanted:
+            entry = (-table.heat[slot], -table.stamp[slot], slot, table.generation[slot])
+            heapq.heappush(self.tasks.short, entry)
+
     def lose_replica(self, work: Work, slot: int, index: int, event: Event, now_ms: int) -> None:
         """The replica on this segment ends; with the last one the object does."""
+        if all(place >> PLACE_BITS == index for place in self.table.places(slot)):
+            self.end_object(work, slot, event, now_ms)
+        else:
+            self.shed_replica(work, slot, index, now_ms)
+
+    def shed_replica(self, work: Work, slot: int, index: int, now_ms: int) -> None:
+        """The replica on this segment ends; it is not the last one."""
         table = self.table
         places = table.places(slot)
         kept = tuple(place for place in places if place >> PLACE_BITS != index)
-        if not kept:
-            self.end_object(work, slot, event, now_ms)
-            return
         if len(kept) == len(places):
             return
         until = table.leased_until(slot, self.settings.lease_ms)
@@ -401,6 +418,7 @@ class CatalogState:
                 rests = until if until > now_ms else 0
                 work.lose(table.generation[slot], segment.segment_id, rests)
         self.drop_replicas(slot, kept, until, now_ms)
+        self.note_short(slot)
 
     def drop_replicas(self, slot: int, kept: tuple[int, ...], until_ms: int, now_ms: int) -> None:
         """Of the object's replicas these are left (at least one); the extents of others rest."""
@@ -414,6 +432,16 @@ class CatalogState:
         if table.flags[slot] & HARD_PIN:
             self.pin(tenant, -units * len(lost))
         table.keep_places(slot, kept)
+
+    def add_replica(self, slot: int, place: int, generation: int) -> None:
+        """The object has one more replica, whose extent is counted as used already."""
+        table = self.table
+        units = extent_units(table.length[slot])
+        tenant = self.tenants.at(table.tenant[slot])
+        tenant.used_bytes += units * EXTENT_ALIGN_BYTES
+        if table.flags[slot] & HARD_PIN:
+            self.pin(tenant, units)
+        table.add_place(slot, place, generation)
 
     def readable(self, slot: int, now_ms: int) -> bool:
         """Is there a replica that a reader may be sent to?"""
@@ -460,18 +488,6 @@ class CatalogState:
                 segment.resting_units -= units
                 segment.allocator.give(start, units)
         return self.resting.due(now_ms)
-
-    def trim_tenants(self, work: Work, now_ms: int, count_max: int) -> bool:
-        """Tenants that hold more than their quota and evict for it lose so many of their objects,
-        at most; is that not enough?"""
-        for tenant in self.tenants.trimmed:
-            while tenant.over_quota:
-                if not count_max:
-                    return True
-                if not self.evict(work, 1, now_ms, 1, tenant):
-                    break
-                count_max -= 1
-        return False
 
     def begin_term(self, term: int) -> None:
         """See `Catalog.begin_term`."""

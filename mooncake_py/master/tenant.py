@@ -34,6 +34,7 @@ class Put:
     hard_pin: bool = False
     ttl_ms: int = 0
     open_count: int = 0
+    wanted: int = 1  # replicas that were asked for
 
     def close(self, count: int) -> None:
         """So many grants have ended."""

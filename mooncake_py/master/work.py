@@ -12,7 +12,7 @@ _NO_DIGEST = bytes(16)
 class Work:
     """Of one command, in the making."""
 
-    __slots__ = ("_dropped", "_lost", "_unseals", "drop_count", "durable", "records")
+    __slots__ = ("_copied", "_dropped", "_lost", "_unseals", "drop_count", "durable", "records")
 
     def __init__(self) -> None:
         self.records: list[bytes] = []
@@ -21,6 +21,11 @@ class Work:
         self._dropped: dict[int, list[int]] = {}  # extents rest until -> generations
         self._lost: dict[int, list[tuple[int, int]]] = {}  # until -> (generation, segment id)
         self._unseals: dict[int, list[bytes]] = {}
+        self._copied: list[tuple[int, int, int, int]] = []
+
+    def copy(self, generation: int, own: int, segment_id: int, start: int) -> None:
+        """The object has got a replica with a generation of its own."""
+        self._copied.append((generation, own, segment_id, start * EXTENT_ALIGN_BYTES))
 
     def drop(self, generation: int, until_ms: int) -> None:
         self.drop_count += 1
@@ -35,8 +40,10 @@ class Work:
         rows.append(EXTENT_ROW.pack(len(rows), 0, offset, length, generation, 0, _NO_DIGEST, 0))
 
     def done(self, reply: Reply, now_ms: int) -> Applied:
-        """The outcome. Drops go first: what they freed may already be granted again."""
-        found = [
+        """The outcome. Drops go before grants: what they freed may already be granted again. Copies
+        go before both, so that a replica that was moved is never the last one."""
+        found = [records.encode(records.Copies(self._copied))] if self._copied else []
+        found += [
             records.encode(records.Drops(now_ms, until, generations))
             for until, generations in self._dropped.items()
         ]

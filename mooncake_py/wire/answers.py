@@ -18,10 +18,16 @@ from google.protobuf.message import DecodeError, Message
 
 from mooncake_py.errors import InternalError, NotLeader, ObjectNotFound
 from mooncake_py.master import commands as c
-from mooncake_py.model import FAILED_ROW, PROTOCOL_MAJOR, PROTOCOL_MINOR, ReplicaPolicy
+from mooncake_py.model import (
+    FAILED_ROW,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    TASK_DONE_ROW,
+    ReplicaPolicy,
+)
 from mooncake_py.wire import status as outcome
 from mooncake_py.wire.lane import Method
-from mooncake_py.wire.rows import EXTENT, PLACEMENT
+from mooncake_py.wire.rows import COPY, EXTENT, PLACEMENT
 from mooncake_py.wire.v1 import master_pb2 as pb
 
 Status = npt.NDArray[np.uint8]
@@ -124,6 +130,18 @@ class Beat:
     known: bool
     master_now_ms: int
     unseal: npt.NDArray[np.void]
+    tasks_waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TaskBatch:
+    """Tasks for a node. `copies`: COPY rows, whose `source_index` points into `segments`. Not
+    `known`: mount again, these tasks have ended."""
+
+    known: bool
+    segments: Sequence[Segment]
+    copies: npt.NDArray[np.void]
+    waiting: int
 
 
 # --- requests -----------------------------------------------------------------------------------
@@ -239,6 +257,27 @@ def heartbeat_request(beat: c.Heartbeat) -> Message:
         draining=beat.draining,
         used_bytes=beat.used_bytes,
     )
+
+
+def tasks_request(tasks: c.Tasks) -> Message:
+    done = b"".join(TASK_DONE_ROW.pack(task, code, 0) for task, code in tasks.done)
+    return pb.TasksRequest(
+        node=tasks.node,
+        incarnation=tasks.incarnation,
+        segment_id=tasks.segment_id,
+        done=done,
+        limit=tasks.limit,
+    )
+
+
+def copy_request(copy: c.CopyObjects, keys: Sequence[bytes]) -> Message:
+    return pb.CopyRequest(
+        tenant=copy.tenant, keys=keys, to_node=copy.to_node, from_node=copy.from_node
+    )
+
+
+def drain_request(drain: c.Drain) -> Message:
+    return pb.DrainRequest(what=drain.what, cancel=drain.cancel)
 
 
 def unmount_request(unmount: c.Unmount) -> Message:
@@ -377,14 +416,30 @@ def beat(reply: pb.HeartbeatReply) -> Beat:
     known = reply.outcome.code != ObjectNotFound.code
     if known:
         outcome.check(reply.outcome, call="Heartbeat")
-    return Beat(known, reply.master_now_ms, np.frombuffer(reply.unseal, EXTENT))
+    unseal = np.frombuffer(reply.unseal, EXTENT)
+    return Beat(known, reply.master_now_ms, unseal, reply.tasks_waiting)
+
+
+def task_batch(reply: pb.TasksReply) -> TaskBatch:
+    known = reply.outcome.code != ObjectNotFound.code
+    if known:
+        outcome.check(reply.outcome, call="Tasks")
+    segments = [_segment(message) for message in reply.segments]
+    return TaskBatch(known, segments, np.frombuffer(reply.copies, COPY), reply.waiting)
+
+
+def drain_info(reply: pb.DrainReply) -> c.DrainInfo:
+    return c.DrainInfo(
+        reply.state, reply.moved, reply.moved_bytes, reply.dropped, reply.ended, reply.failed,
+        reply.left, reply.left_bytes,
+    )  # fmt: skip
 
 
 def status_info(reply: pb.StatusReply) -> c.StatusInfo:
     segments = [
         c.SegmentInfo(
             s.segment_id, s.node, s.incarnation, s.address, s.region, s.nbytes, s.host_id,
-            used_bytes, state,
+            used_bytes, state, s.domain,
         )
         for s, used_bytes, state in zip(
             reply.segments, reply.segment_used_bytes, reply.segment_states, strict=True

@@ -17,11 +17,13 @@ from mooncake_py.errors import UsageError
 from mooncake_py.master import commands as c
 from mooncake_py.model import (
     BATCH_MAX_KEYS,
+    COPY_ROW,
     FAILED_ROW,
     KEY_MAX_BYTES,
     OBJECT_MAX_BYTES,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    TASK_DONE_ROW,
     TENANT_MAX_BYTES,
     ReplicaPolicy,
 )
@@ -161,6 +163,21 @@ def _heartbeat(r: pb.HeartbeatRequest, edge: Edge) -> c.Heartbeat:
     return c.Heartbeat(r.node, r.incarnation, r.segment_id, r.draining, r.used_bytes)
 
 
+def _tasks(r: pb.TasksRequest, edge: Edge) -> c.Tasks:
+    if len(r.done) % TASK_DONE_ROW.size:
+        raise UsageError(f"done: not a whole number of rows of {TASK_DONE_ROW.size} bytes")
+    done = [(task, code) for task, code, _ in TASK_DONE_ROW.iter_unpack(r.done)]
+    return c.Tasks(r.node, r.incarnation, r.segment_id, done, r.limit)
+
+
+def _copy(r: pb.CopyRequest, edge: Edge) -> c.CopyObjects:
+    return c.CopyObjects(_tenant(r), _keys(r), _name("to_node", r.to_node), r.from_node)
+
+
+def _drain(r: pb.DrainRequest, edge: Edge) -> c.Drain:
+    return c.Drain(_name("what", r.what), r.cancel)
+
+
 def _unmount(r: pb.UnmountRequest, edge: Edge) -> c.Unmount:
     return c.Unmount(r.node, r.incarnation, r.segment_id)
 
@@ -192,6 +209,9 @@ _COMMANDS: dict[int, Callable[[Any, Edge], c.Command]] = {
     pb.LANE_STATUS: _status,
     pb.LANE_SET_QUOTA: _set_quota,
     pb.LANE_EVENTS: _events,
+    pb.LANE_TASKS: _tasks,
+    pb.LANE_COPY: _copy,
+    pb.LANE_DRAIN: _drain,
 }
 
 
@@ -217,6 +237,7 @@ def segment(info: c.SegmentInfo) -> pb.Segment:
         nbytes=info.nbytes,
         host_id=info.host_id,
         incarnation=info.incarnation,
+        domain=info.domain,
     )
 
 
@@ -270,7 +291,7 @@ def granted(
 
 
 def statuses(method: Method, answer: c.Statuses, term: int) -> bytes:
-    """Reply of PutEnd, PutRevoke, Remove and Report."""
+    """Reply of PutEnd, PutRevoke, Remove, Copy and Report."""
     reply: Any = method.reply(outcome=_ok(term))
     if not isinstance(reply, pb.ReportReply):
         reply.status = answer.status
@@ -312,9 +333,39 @@ def mounted(terms: MountTerms, term: int) -> bytes:
     ).SerializeToString()
 
 
-def beat(term: int, master_now_ms: int, unseal: bytes) -> bytes:
+def beat(term: int, master_now_ms: int, unseal: bytes, tasks: int) -> bytes:
     return pb.HeartbeatReply(
-        outcome=_ok(term), master_now_ms=master_now_ms, unseal=unseal
+        outcome=_ok(term), master_now_ms=master_now_ms, unseal=unseal, tasks_waiting=tasks
+    ).SerializeToString()
+
+
+def tasks(
+    answer: c.TaskList, term: int, segments: list[pb.Segment], digests: Sequence[bytes]
+) -> bytes:
+    """`digests`: one a copy, of its key."""
+    rows = [
+        COPY_ROW.pack(
+            row, 0, copy.offset, copy.length, copy.generation, copy.expires_ms, digest, 0,
+            copy.source, 0, copy.source_offset, copy.source_generation,
+        )
+        for row, (copy, digest) in enumerate(zip(answer.copies, digests, strict=True))
+    ]  # fmt: skip
+    return pb.TasksReply(
+        outcome=_ok(term), segments=segments, copies=b"".join(rows), waiting=answer.waiting
+    ).SerializeToString()
+
+
+def drained(answer: c.DrainInfo, term: int) -> bytes:
+    return pb.DrainReply(
+        outcome=_ok(term),
+        state=answer.state,
+        moved=answer.moved,
+        moved_bytes=answer.moved_bytes,
+        dropped=answer.dropped,
+        ended=answer.ended,
+        failed=answer.failed,
+        left=answer.left,
+        left_bytes=answer.left_bytes,
     ).SerializeToString()
 
 

@@ -61,9 +61,13 @@ SET_QUOTA = Method(
     pb.LANE_SET_QUOTA, "SetQuota", pb.SetQuotaRequest, pb.SetQuotaReply, changes=True
 )
 EVENTS = Method(pb.LANE_EVENTS, "Events", pb.EventsRequest, pb.EventsReply)
+TASKS = Method(pb.LANE_TASKS, "Tasks", pb.TasksRequest, pb.TasksReply, changes=True)
+COPY = Method(pb.LANE_COPY, "Copy", pb.CopyRequest, pb.CopyReply, changes=True)
+DRAIN = Method(pb.LANE_DRAIN, "Drain", pb.DrainRequest, pb.DrainReply)
 
 METHODS = (
     CONNECT, EXISTS, LOCATE, PUT_START, PUT_END, PUT_REVOKE, REMOVE, LIST, REPORT, MOUNT,
-    HEARTBEAT, UNMOUNT, STATUS, SET_QUOTA, EVENTS,
+    HEARTBEAT, UNMOUNT, STATUS, SET_QUOTA, EVENTS, TASKS, COPY,
+    DRAIN,
 )  # fmt: skip
 BY_NUMBER = {method.number: method for method in METHODS}

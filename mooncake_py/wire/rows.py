@@ -1,6 +1,6 @@
 """The fixed rows of the protocol as numpy dtypes: what `model.py` packs one by one, many at a time.
 
-The layouts are those of `model.EXTENT_ROW`, `PLACEMENT_ROW` and `FAILED_ROW`, and EXTENT is the C
+The layouts are those of `model.EXTENT_ROW`, `PLACEMENT_ROW` and so on, and EXTENT is the C
 `mc_extent_row`: little-endian, no padding. `np.frombuffer(payload, EXTENT)` reads a payload without
 a copy; `rows.tobytes()` writes one. Digests are opaque (`V16`): a bytes type would lose zeros at
 the end.
@@ -32,5 +32,17 @@ PLACEMENT = np.dtype(
         ("generation", "<u8"),
     ]
 )
+
+COPY = np.dtype(
+    [
+        ("extent", EXTENT),
+        ("source_index", "<u4"),
+        ("reserved", "<u4"),
+        ("source_offset", "<u8"),
+        ("source_generation", "<u8"),
+    ]
+)
+
+TASK_DONE = np.dtype([("task", "<u8"), ("code", "<u4"), ("reserved", "<u4")])
 
 FAILED = np.dtype([("key_index", "<u4"), ("reserved", "<u4"), ("segment_id", "<u8")])

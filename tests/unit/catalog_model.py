@@ -57,6 +57,7 @@ class _Books:
             nodes = {self.state.members.at(place >> PLACE_BITS).node for place in places}
             assert len(nodes) == len(places), f"{key!r} is twice on a node"
             self.generations.append(table.generation[slot])
+            self.generations += [table.copied[each] for each in places if each in table.copied]
             pinned = bool(table.flags[slot] & HARD_PIN)
             self._own(tenant.name, places, table.length[slot], f"object {key!r}", pinned)
 
@@ -70,6 +71,13 @@ class _Books:
                 self.generations.append(put.first + index)
                 places, length = put.places[index], put.lengths[index]
                 self._own(tenant.name, places, length, f"grant {key!r}", put.hard_pin)
+
+    def add_copies(self) -> None:
+        for copy in self.state.tasks.running.values():
+            self.generations.append(copy.generation)
+            index = copy.target >> PLACE_BITS
+            self.claims[index].append((copy.target & PLACE_MASK, copy.units, "a copy"))
+            self.used[index] += copy.units
 
     def add_resting(self) -> None:
         for _, segment_id, start, units in self.state.resting:
@@ -90,6 +98,10 @@ class _Books:
 
     def check(self) -> None:
         state = self.state
+        table = state.table
+        owned = {place for slot in table.live() for place in table.places(slot)}
+        assert set(table.copied) <= owned, "a generation of a replica that is not there"
+        assert set(table.wanted) <= set(table.live())
         for name, group in state.groups._groups.items():
             assert group.open or group.slots, "an empty group"
             for slot in group.slots:
@@ -130,6 +142,7 @@ def check_invariants(catalog: Catalog) -> None:
     books = _Books(catalog)
     books.add_objects()
     books.add_grants()
+    books.add_copies()
     books.add_resting()
     books.check()
 

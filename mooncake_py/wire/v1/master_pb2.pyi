@@ -22,6 +22,9 @@ LANE_UNMOUNT: int
 LANE_STATUS: int
 LANE_SET_QUOTA: int
 LANE_EVENTS: int
+LANE_TASKS: int
+LANE_COPY: int
+LANE_DRAIN: int
 
 class Outcome(Message):
     code: int
@@ -83,6 +86,7 @@ class Segment(Message):
     nbytes: int
     host_id: str
     incarnation: int
+    domain: str
     def __init__(
         self,
         *,
@@ -93,6 +97,7 @@ class Segment(Message):
         nbytes: int | None = ...,
         host_id: str | None = ...,
         incarnation: int | None = ...,
+        domain: str | None = ...,
     ) -> None: ...
 
 class ExistsRequest(Message):
@@ -405,12 +410,102 @@ class HeartbeatReply(Message):
     outcome: Outcome
     master_now_ms: int
     unseal: bytes
+    tasks_waiting: int
     def __init__(
         self,
         *,
         outcome: Outcome | None = ...,
         master_now_ms: int | None = ...,
         unseal: bytes | None = ...,
+        tasks_waiting: int | None = ...,
+    ) -> None: ...
+
+class TasksRequest(Message):
+    node: str
+    incarnation: int
+    segment_id: int
+    done: bytes
+    limit: int
+    def __init__(
+        self,
+        *,
+        node: str | None = ...,
+        incarnation: int | None = ...,
+        segment_id: int | None = ...,
+        done: bytes | None = ...,
+        limit: int | None = ...,
+    ) -> None: ...
+
+class TasksReply(Message):
+    outcome: Outcome
+    segments: RepeatedCompositeFieldContainer[Segment]
+    copies: bytes
+    waiting: int
+    def __init__(
+        self,
+        *,
+        outcome: Outcome | None = ...,
+        segments: Iterable[Segment] | None = ...,
+        copies: bytes | None = ...,
+        waiting: int | None = ...,
+    ) -> None: ...
+
+class CopyRequest(Message):
+    tenant: str
+    keys: RepeatedScalarFieldContainer[bytes]
+    to_node: str
+    from_node: str
+    def __init__(
+        self,
+        *,
+        tenant: str | None = ...,
+        keys: Iterable[bytes] | None = ...,
+        to_node: str | None = ...,
+        from_node: str | None = ...,
+    ) -> None: ...
+
+class CopyReply(Message):
+    outcome: Outcome
+    status: bytes
+    def __init__(
+        self,
+        *,
+        outcome: Outcome | None = ...,
+        status: bytes | None = ...,
+    ) -> None: ...
+
+class DrainRequest(Message):
+    what: str
+    cancel: bool
+    def __init__(
+        self,
+        *,
+        what: str | None = ...,
+        cancel: bool | None = ...,
+    ) -> None: ...
+
+class DrainReply(Message):
+    outcome: Outcome
+    state: str
+    moved: int
+    moved_bytes: int
+    dropped: int
+    ended: int
+    failed: int
+    left: int
+    left_bytes: int
+    def __init__(
+        self,
+        *,
+        outcome: Outcome | None = ...,
+        state: str | None = ...,
+        moved: int | None = ...,
+        moved_bytes: int | None = ...,
+        dropped: int | None = ...,
+        ended: int | None = ...,
+        failed: int | None = ...,
+        left: int | None = ...,
+        left_bytes: int | None = ...,
     ) -> None: ...
 
 class UnmountRequest(Message):

@@ -1,0 +1,147 @@
+"""Put end and put revoke: what becomes of grants.
+
+Rules. A grant is known by its generation; only a put end that names it, in time, makes the object
+visible. A second put end of the same generation is OK, anything else is LEASE_EXPIRED and changes
+nothing. Pure.
+"""
+
+from __future__ import annotations
+
+from mooncake_py.errors import LeaseExpired, ObjectExists, UsageError
+from mooncake_py.master import records
+from mooncake_py.master.commands import Applied, PutEnd, PutRevoke, Refused, Statuses
+from mooncake_py.master.events import STORED
+from mooncake_py.master.lifecycle import Event
+from mooncake_py.master.objects import HARD_PIN, REPLICAS, SOFT_PIN
+from mooncake_py.master.state import CatalogState
+from mooncake_py.master.tenant import Grant, Put, Tenant
+from mooncake_py.master.work import Work
+from mooncake_py.model import BATCH_MAX_KEYS
+
+_EXISTS, _USAGE, _EXPIRED = ObjectExists.code, UsageError.code, LeaseExpired.code
+
+
+def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
+    keys, generations = command.keys, command.generations
+    count = len(keys)
+    if count > BATCH_MAX_KEYS or len(generations) != count:
+        return Applied(Refused(_USAGE, "too many keys, or keys and generations differ in number"))
+    failed: dict[int, set[int]] = {}
+    for index, segment_id in command.failed:
+        if not 0 <= index < count:
+            return Applied(Refused(_USAGE, f"failed names key {index} of {count}"))
+        failed.setdefault(index, set()).add(segment_id)
+    tenant = state.tenants.find(command.tenant)
+    if tenant is None:
+        return Applied(Statuses(bytes([_EXPIRED]) * count))
+    status = bytearray(count)
+    work = Work()
+    committed: list[int] = []
+    lost: list[tuple[int, int]] = []
+    writing = tenant.writing
+    for i in range(count - 1, -1, -1):  # the last is the first to go: see `eviction.py`
+        key = keys[i]
+        grant = writing.get(key)
+        generation = generations[i]
+        if grant is None or grant[0].first + grant[1] != generation:
+            if not _is_complete(state, tenant, key, generation):
+                status[i] = _EXPIRED
+            continue
+        put, index = grant
+        if not _still_there(state, work, grant, now_ms):
+            status[i] = _EXPIRED
+            continue
+        if failed and i in failed:
+            lost.extend((generation, each) for each in failed[i])
+            state.fail_replicas(put, index, failed[i], now_ms)
+            if not put.places[index]:
+                state.end_grant(work, grant, Event.ALL_REPLICAS_FAILED, now_ms)
+                status[i] = _EXPIRED
+                continue
+        _replace(state, work, tenant, key, now_ms)
+        commit(state, put, index, now_ms)
+        committed.append(generation)
+    if committed or lost:
+        work.records.append(records.encode(records.Commits(now_ms, committed, lost)))
+    state.counters["put_ends"] += len(committed)
+    return work.done(Statuses(bytes(status)), now_ms)
+
+
+def _still_there(state: CatalogState, work: Work, grant: Grant, now_ms: int) -> bool:
+    """Is it in time? A segment that is gone takes its part with it; is anything left?"""
+    put, index = grant
+    if put.expires_ms <= now_ms:
+        state.end_grant(work, grant, Event.GRANT_EXPIRED, now_ms)
+        return False
+    for leaving in state.leaving:
+        if put.tenant.writing.get(put.keys[index]) == grant:
+            state.lose_grant(work, grant, leaving.segment.index, now_ms)
+        if not put.keys or put.tenant.writing.get(put.keys[index]) != grant:
+            return False
+    return True
+
+
+def _replace(state: CatalogState, work: Work, tenant: Tenant, key: bytes, now_ms: int) -> None:
+    """An upsert is about to be committed: what was there ends."""
+    former = tenant.complete.get(key)
+    if former is not None:
+        state.end_object(work, former, Event.REPLACED, now_ms)
+
+
+def commit(state: CatalogState, put: Put, index: int, now_ms: int) -> None:
+    """The grant becomes a visible object; pins and TTL count from now."""
+    key, places, tenant = put.keys[index], put.places[index], put.tenant
+    del tenant.writing[key]
+    slot = state.table.add(key, put.first + index, put.lengths[index], places[0], tenant.number)
+    if put.wanted > 1 or put.hard_pin or put.soft_pin_ms or put.ttl_ms or put.groups:
+        soft_pin = now_ms + put.soft_pin_ms if put.soft_pin_ms else 0
+        ttl = now_ms + put.ttl_ms if put.ttl_ms else 0
+        dress(state, slot, places, put.hard_pin, soft_pin, ttl)
+        if put.wanted > 1:
+            state.table.set_wanted(slot, put.wanted)
+            state.note_short(slot)
+        if put.groups and put.groups[index]:
+            state.join_group(put.groups[index], tenant, key, slot)
+    state.enter(tenant, key, slot, now_ms)
+    state.events.add(STORED, tenant.name, key, put.first + index)
+    state.close_grants(put, 1)
+
+
+def dress(
+    state: CatalogState, slot: int, places: tuple[int, ...], hard_pin: bool, soft_pin: int, ttl: int
+) -> None:
+    """What few objects have: further replicas, a pin, deadlines (0: none)."""
+    table = state.table
+    if len(places) > 1:
+        table.more[slot] = places[1:]
+        table.flags[slot] |= REPLICAS
+    if hard_pin:
+        table.flags[slot] |= HARD_PIN
+    elif soft_pin:
+        table.flags[slot] |= SOFT_PIN
+        table.soft_pins[slot] = soft_pin
+    if ttl:
+        state.set_ttl(slot, ttl)
+
+
+def put_revoke(state: CatalogState, command: PutRevoke, now_ms: int) -> Applied:
+    keys, generations = command.keys, command.generations
+    if len(keys) > BATCH_MAX_KEYS or len(generations) != len(keys):
+        return Applied(Refused(_USAGE, "too many keys, or keys and generations differ in number"))
+    status = bytearray(len(keys))
+    work = Work()
+    tenant = state.tenants.find(command.tenant)
+    if tenant is None:
+        return Applied(Statuses(bytes(status)))
+    for i, key in enumerate(keys):
+        grant = tenant.writing.get(key)
+        if grant is not None and grant[0].first + grant[1] == generations[i]:
+            state.end_grant(work, grant, Event.PUT_REVOKE, now_ms)
+        elif _is_complete(state, tenant, key, generations[i]):
+            status[i] = _EXISTS
+    return work.done(Statuses(bytes(status)), now_ms)
+
+
+def _is_complete(state: CatalogState, tenant: Tenant, key: bytes, generation: int) -> bool:
+    slot = tenant.complete.get(key)
+    return slot is not None and state.table.generation[slot] == generation
