@@ -92,6 +92,8 @@ class NodeSettings:
     segment_bytes: int = 1 << 30  # memory offered; taken and touched at start
     transports: str = "local,shm,tcp"  # that peers may use, comma-separated
     health_listen: str = "auto"  # of the health service; auto: any port of the same host; off: none
+    domain: str = ""  # label of what fails together, such as a rack; replicas go to distinct ones
+    drain_ms: int = 10_000  # after SIGTERM: how long other nodes may copy what is here; 0: not
     pull_threads: int = 4  # pull requests served at once; a long copy occupies one
     start_ms: int = 30_000  # what reaching the master may take at start
     log_level: str = "info"
@@ -114,6 +116,8 @@ class NodeSettings:
             raise UsageError("transports are of local, shm and tcp", got=self.transports)
         if len(self.name.encode()) > NODE_NAME_MAX_BYTES or re.search(r"[^\x21-\x7e]", self.name):
             raise UsageError(f"name has up to {NODE_NAME_MAX_BYTES} printable bytes, no blanks")
+        if len(self.domain.encode()) > NODE_NAME_MAX_BYTES:
+            raise UsageError(f"domain has up to {NODE_NAME_MAX_BYTES} bytes", got=self.domain)
         check_host("advertise", self.advertise)
         for master in self.master.split(","):
             split_address(master.strip())

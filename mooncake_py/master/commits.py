@@ -48,7 +48,7 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
                 status[i] = _EXPIRED
             continue
         put, index = grant
-        if not _still_there(state, work, grant, now_ms):
+        if not still_there(state, work, grant, now_ms):
             status[i] = _EXPIRED
             continue
         if failed and i in failed:
@@ -67,7 +67,7 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
     return work.done(Statuses(bytes(status)), now_ms)
 
 
-def _still_there(state: CatalogState, work: Work, grant: Grant, now_ms: int) -> bool:
+def still_there(state: CatalogState, work: Work, grant: Grant, now_ms: int) -> bool:
     """Is it in time? A segment that is gone takes its part with it; is anything left?"""
     put, index = grant
     if put.expires_ms <= now_ms:
@@ -121,7 +121,7 @@ def dress(
         table.flags[slot] |= SOFT_PIN
         table.soft_pins[slot] = soft_pin
     if ttl:
-        state.set_ttl(slot, ttl)
+        state.ttls.set(slot, ttl)
 
 
 def put_revoke(state: CatalogState, command: PutRevoke, now_ms: int) -> Applied:

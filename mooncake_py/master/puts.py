@@ -25,8 +25,8 @@ from mooncake_py.master.commands import (
     PutStart,
     Refused,
 )
+from mooncake_py.master.commits import still_there
 from mooncake_py.master.groups import names_of
-from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.placement import Placer, handicaps
 from mooncake_py.master.quotas import Allowance
@@ -161,10 +161,7 @@ class _PutStart:
         grant = self.tenant.writing.get(key)
         if grant is None:
             return False
-        if grant[0].expires_ms > self.now_ms:
-            return True
-        state.end_grant(self.work, grant, Event.GRANT_EXPIRED, self.now_ms)
-        return False
+        return still_there(state, self.work, grant, self.now_ms)
 
     # --- where ----------------------------------------------------------------------------------
 

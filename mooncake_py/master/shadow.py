@@ -75,8 +75,8 @@ class Shadow:
         state = self.state
         state.tasks.short.clear()  # found anew by who takes over
         self._touch_new()
-        if len(state.table.ttls) + _TTLS_MAX < state.ttl_watches:
-            state.watch_ttls()
+        if len(state.table.ttls) + _TTLS_MAX < len(state.ttls):
+            state.ttls.rebuild()
 
     def take_over(self, now_ms: int) -> bool:
         """Make the state one that decides. False: claims contradict each other."""
@@ -86,7 +86,7 @@ class Shadow:
         if not self._place(slots):
             return False
         _column(state.table.stamp)[slots] = now_ms
-        state.watch_ttls()
+        state.ttls.rebuild()
         state.open_grants = 0
         for put in {id(put): put for put, _ in self._valid_grants()}.values():
             state.watch_grants(put)

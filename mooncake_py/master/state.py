@@ -33,6 +33,7 @@ from mooncake_py.master.s3fifo import S3Fifo
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.taskbook import TaskBook
 from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
+from mooncake_py.master.ttls import TtlWatch
 from mooncake_py.master.work import Work
 from mooncake_py.master.worth import Worth
 from mooncake_py.model import EXTENT_ALIGN_BYTES, extent_bytes
@@ -88,7 +89,7 @@ class CatalogState:
         self._expiries: list[tuple[int, int, Put]] = []
         self._expiry_index = 0  # of the first one: its grants before this one have been looked at
         self._put_count = 0
-        self._ttls: list[tuple[int, int, int]] = []  # heap: until ms, slot, generation
+        self.ttls = TtlWatch(self.table)
         self.housekeeping_ms = 0
         self.patterns: dict[bytes, Pattern] = {}  # of removals in progress
         self._aside: dict[int, int] = {}  # slots whose end frees nothing useful, with generation
@@ -361,33 +362,15 @@ class CatalogState:
             members.at(place >> PLACE_BITS).state == ALIVE for place in self.table.places(slot)
         )
 
-    def set_ttl(self, slot: int, until_ms: int) -> None:
-        self.table.flags[slot] |= TTL
-        self.table.ttls[slot] = until_ms
-        heapq.heappush(self._ttls, (until_ms, slot, self.table.generation[slot]))
-
-    @property
-    def ttl_watches(self) -> int:
-        """More than there are TTLs by those of objects that ended before."""
-        return len(self._ttls)
-
-    def watch_ttls(self) -> None:
-        """Anew, from what the objects say."""
-        table = self.table
-        self._ttls = [(until, slot, table.generation[slot]) for slot, until in table.ttls.items()]
-        heapq.heapify(self._ttls)
-
     def end_ttls(self, work: Work, now_ms: int, count_max: int) -> bool:
         """End no more than so many objects whose time is over; are there others?"""
-        table = self.table
-        while self._ttls and self._ttls[0][0] <= now_ms:
-            if not count_max:
-                return True
-            count_max -= 1
-            _, slot, generation = heapq.heappop(self._ttls)
-            if table.flags[slot] & TTL and table.generation[slot] == generation:
+        for _ in range(count_max):
+            if not self.ttls.due(now_ms):
+                return False
+            slot = self.ttls.take()
+            if slot >= 0:
                 self.end_object(work, slot, Event.TTL_ENDED, now_ms)
-        return False
+        return self.ttls.due(now_ms)
 
     def note_short(self, slot: int) -> None:
         """The object may have fewer replicas than it wants: `repair.py` looks after it."""

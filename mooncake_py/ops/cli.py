@@ -18,7 +18,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from mooncake_py.config import size_bytes
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
+from mooncake_py.master.commands import CopyObjects, DrainInfo
 from mooncake_py.model import RELEASE
+from mooncake_py.ops import drain as draining
 from mooncake_py.ops.doctor import examine
 from mooncake_py.ops.replay import ReplayOptions, replay
 from mooncake_py.ops.report import as_dict, render
@@ -139,6 +141,62 @@ def status(master: str, timeout_ms: int, as_json: bool) -> None:
     """Show nodes, space and counters."""
     found = cluster_status(master, timeout_ms)
     answer(as_json, found.as_dict(), *found.lines())
+
+
+@cli.command("drain")
+@click.argument("what", metavar="NODE|SEGMENT")
+@click.option("--cancel", is_flag=True, help="let it take new objects again")
+@click.option("--wait-ms", default=600_000, show_default=True, type=click.IntRange(1))
+@master_option
+@json_option
+def drain_command(what: str, cancel: bool, wait_ms: int, master: str, as_json: bool) -> None:
+    """Move every object off a node (by name) or segment (by id), so that it can leave.
+
+    Exit code 1 when something is left. It takes no new objects from then on; --cancel ends that.
+    """
+    if cancel:
+        info = draining.cancel(master, what, min(wait_ms, 10_000))
+        answer(as_json, draining.as_dict(info), f"{what} takes new objects again")
+        return
+    with _bars() as bars:
+        task = bars.add_task(what, total=1)
+
+        def progress(info: DrainInfo) -> None:
+            done = info.moved + info.dropped + info.ended
+            bars.update(task, completed=done, total=max(1, done + info.left))
+
+        info = draining.drain(master, what, wait_ms, progress)
+    answer(as_json, draining.as_dict(info), *draining.report(info))
+    if info.state != "done":
+        sys.exit(EXIT_FAILURE)
+
+
+@cli.command("copy")
+@click.argument("keys", nargs=-1, required=True)
+@click.option("--to", "to_node", required=True, metavar="NODE")
+@click.option("--move-from", "from_node", default="", metavar="NODE", help="move from there")
+@click.option("--tenant", default="default", show_default=True)
+@master_option
+@timeout_option
+@json_option
+def copy_command(  # noqa: PLR0913, PLR0917  (click hands over each option by itself)
+    keys: tuple[str, ...],
+    to_node: str,
+    from_node: str,
+    tenant: str,
+    master: str,
+    timeout_ms: int,
+    as_json: bool,
+) -> None:
+    """Let the objects under KEYS have a replica on a node, or move there. Exit code 1 when one
+    has not."""
+    wish = CopyObjects(tenant, [key.encode() for key in keys], to_node, from_node)
+    failed = draining.codes_in_words(keys, draining.copy(master, wish, timeout_ms))
+    words = [f"{len(keys) - len(failed)} on {to_node}"]
+    words += [f"not there: {key}: {why}" for key, why in failed.items()]
+    answer(as_json, {"there": len(keys) - len(failed), "failed": failed}, *words)
+    if failed:
+        sys.exit(EXIT_FAILURE)
 
 
 @cli.command()

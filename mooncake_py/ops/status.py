@@ -16,6 +16,7 @@ class NodeStatus:
     address: str
     used_bytes: int
     segment_bytes: int
+    domain: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class ClusterStatus:
         yield f"space     {self.used_bytes:,} of {self.capacity_bytes:,} bytes ({full:.1%})"
         for node in self.nodes:
             full = node.used_bytes / max(1, node.segment_bytes)
-            yield f"node      {node.name} at {node.address}: {node.state}, {full:.1%} full"
+            domain = f", domain {node.domain}" if node.domain else ""
+            yield f"node      {node.name} at {node.address}: {node.state}, {full:.1%} full{domain}"
         for name, value in sorted(self.counters.items()):
             yield f"counter   {name} {value:,.12g}"
 
@@ -49,7 +51,7 @@ def cluster_status(master: str, timeout_ms: int) -> ClusterStatus:
     finally:
         client.close()
     nodes = [
-        NodeStatus(s.node, s.state, s.address, s.used_bytes, s.nbytes)
+        NodeStatus(s.node, s.state, s.address, s.used_bytes, s.nbytes, s.domain)
         for s in sorted(status.segments, key=lambda s: (s.node, s.segment_id))
     ]
     counters = dict(status.counters)

@@ -29,6 +29,10 @@ PROCESS = "node"
 @click.option("--advertise", metavar="HOST", help="Host under which others reach this one.")
 @click.option("--segment-bytes", metavar="SIZE", help="Memory to offer. [1GiB]")
 @click.option("--name", metavar="NAME", help="Unique in the cluster. [host name and port]")
+@click.option("--domain", metavar="LABEL", help="Of what fails together, such as a rack.")
+@click.option(
+    "--drain-ms", metavar="TIME", help="After SIGTERM: for moving objects elsewhere. [10000]"
+)
 @click.option("--transports", metavar="LIST", help="Of local, shm and tcp. [local,shm,tcp]")
 @click.option(
     "--health-listen", metavar="HOST:PORT", help="Health service; auto: any port; off. [auto]"

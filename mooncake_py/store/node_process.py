@@ -3,9 +3,11 @@
 Threads, and who may be slow:
 * the engine's progress thread serves one-sided reads; no Python runs for a read;
 * `pull_threads` threads take pull requests, natively (a long copy occupies one of them);
-* one heartbeat thread with its own channel to the master, which data work cannot starve.
+* one heartbeat thread with its own channel to the master, which data work cannot starve;
+* one thread carries out tasks of the master (`tasks.py`), over a channel of its own.
 
-Life: engine and memory -> mount -> ready -> (SIGTERM) draining -> unmount -> gone. The memory is an
+Life: engine and memory -> mount -> ready -> (SIGTERM) draining -> unmount -> gone. While it drains,
+the master has other nodes copy what is here, for `drain_ms` at most; reads go on. The memory is an
 anonymous memfd: whatever ends the process, the kernel frees it.
 """
 
@@ -24,12 +26,13 @@ from mooncake_py.clock import Clock, Deadline, SystemClock
 from mooncake_py.config import NodeSettings, join_address, split_address
 from mooncake_py.errors import MooncakeError
 from mooncake_py.master.client import MasterClient
-from mooncake_py.master.commands import Heartbeat, Mount, Unmount
+from mooncake_py.master.commands import Drain, DrainInfo, Heartbeat, Mount, Unmount
 from mooncake_py.store.health import HealthDoor
 from mooncake_py.store.holds import HoldHandler
 from mooncake_py.store.host import host_id
 from mooncake_py.store.master_time import MasterTime
 from mooncake_py.store.pull import Mounted, PullHandler
+from mooncake_py.store.tasks import Holder, TaskRunner
 from mooncake_py.transfer import EngineOptions, Memory, Message, TransferEngine
 from mooncake_py.wire.node import HOLD_KIND, HoldReply
 
@@ -39,6 +42,7 @@ OFF = "off"
 AUTO = "auto"
 _RECEIVE_MS = 500  # how soon an idle pull thread notices that the node is closing
 _MASTER_CALL_MS = 2_000
+_DRAIN_LOOK_S = 0.05  # between two questions how far the draining is
 _NAME_WAIT_MS = 3_000  # for a name that is taken
 _NAME_AGAIN_S = 0.25
 
@@ -95,6 +99,14 @@ class Node:
         self._holds = HoldHandler(self._engine, self._segment)
         self._master = MasterClient(settings.master, role="node", clock=self._clock)
         stack.callback(self._master.close)
+        self._task_master = MasterClient(settings.master, role="node", clock=self._clock)
+        stack.callback(self._task_master.close)
+        holder = Holder(
+            self.name, self._incarnation, self._engine, self._segment, self._master_time,
+            lambda: self._pulls.mounted,
+        )  # fmt: skip
+        self._tasks = TaskRunner(holder, self._task_master)
+        stack.callback(self._tasks.close)
         self.health = OFF
         if settings.health_listen != OFF:
             door = HealthDoor(self._health_address(), self.healthy)
@@ -126,10 +138,14 @@ class Node:
         for index in range(self._settings.pull_threads):
             self._spawn(self._serve_pulls, f"mooncake-pull-{index}")
         self._spawn(self._heartbeats, "mooncake-heartbeat")
+        self._spawn(lambda: self._tasks.run(self._closing), "mooncake-tasks")
 
     def stop(self) -> None:
-        """Take nothing new, let running pulls end, tell the master, release everything."""
+        """Take nothing new, let others copy what is here for as long as `drain_ms`, let running
+        pulls end, tell the master, release everything."""
         self._pulls.drain()
+        if self._threads and self._pulls.mounted is not None and not self._closing.is_set():
+            self._empty(Deadline(self._settings.drain_ms, self._clock))
         self._closing.set()
         for thread in self._threads:
             thread.join()
@@ -141,6 +157,29 @@ class Node:
             except MooncakeError as error:
                 log.warning("the master was not told that this node leaves: %s", error)
         self._stack.close()
+
+    def _empty(self, deadline: Deadline) -> None:
+        """Have everything moved to other nodes, as far as there is room and time; say what was."""
+        info: DrainInfo | None = None
+        try:
+            while not deadline.passed():
+                info = self._task_master.drain(
+                    Drain(self.name), timeout_ms=max(1, min(_MASTER_CALL_MS, deadline.left_ms()))
+                )
+                if info.state != "running":
+                    break
+                self._closing.wait(_DRAIN_LOOK_S)
+        except MooncakeError as error:
+            log.warning("the master does not help to drain: %s", error)
+        if info is not None:
+            done = info.state == "done"
+            why = "" if done else {"stuck": ": no place elsewhere"}.get(info.state, ": out of time")
+            log.log(
+                logging.INFO if done else logging.WARNING,
+                "drained: moved=%d moved_bytes=%d had_replicas=%d ended=%d left=%d left_bytes=%d%s",
+                info.moved, info.moved_bytes, info.dropped, info.ended, info.left, info.left_bytes,
+                why,
+            )  # fmt: skip
 
     def healthy(self) -> bool:
         """Mounted, and the last heartbeat was answered."""
@@ -177,6 +216,7 @@ class Node:
                 self._memory.nbytes,
                 host_id(),
                 segment_id=before.segment_id if before else 0,
+                domain=self._settings.domain,
             ),
             timeout_ms=timeout_ms,
         )
@@ -235,6 +275,8 @@ class Node:
         self._learn_time(beat.master_now_ms, asked_at_ms)
         if len(beat.unseal):
             self._segment.unseal(beat.unseal)
+        if beat.tasks_waiting:
+            self._tasks.nudge()
 
     # --- clients ---
 

@@ -9,6 +9,7 @@ from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
     Applied,
     Command,
+    CopyTask,
     Exists,
     Granted,
     Heartbeat,
@@ -22,9 +23,11 @@ from mooncake_py.master.commands import (
     PutStart,
     Remove,
     Statuses,
+    TaskList,
+    Tasks,
     Tick,
 )
-from mooncake_py.master.membership import GONE, Segment
+from mooncake_py.master.membership import GONE, SUSPECT, Segment
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.state import extent_units
@@ -232,6 +235,24 @@ class Driver:
             if alive:
                 self.beat_all()
             self.apply(Tick())
+
+    def fetch_tasks(self, segment_id: int, done: list[tuple[int, int]], limit: int) -> TaskList:
+        segment = self.catalog.state.members.by_id[segment_id]
+        command = Tasks(segment.node, segment.incarnation, segment_id, done, limit)
+        reply = self.apply(command).reply
+        assert isinstance(reply, TaskList), reply
+        return reply
+
+    def work_off(self, code: int = 0, limit: int = 64) -> list[CopyTask]:
+        """Every node fetches its tasks once and reports all of them with this code."""
+        found: list[CopyTask] = []
+        for segment in list(self.catalog.state.members):
+            if segment.state not in (GONE, SUSPECT):
+                tasks = self.fetch_tasks(segment.segment_id, [], limit).copies
+                done = [(task.generation, code) for task in tasks]
+                self.fetch_tasks(segment.segment_id, done, 0)
+                found += tasks
+        return found
 
     def used_bytes(self) -> int:
         return sum(each.used_units * 64 for each in self.catalog.state.members)
