@@ -270,7 +270,8 @@ def _copy_one(
     if command.from_node and not former:
         return ObjectNotFound.code
     drops = former[0].segment_id if former else 0
-    return start_copy(state, work, slot, now_ms, Why.ASKED, drops=drops, targets=targets)
+    code = start_copy(state, work, slot, now_ms, Why.ASKED, drops=drops, targets=targets)
+    return Backpressure.code if code == OK else code
 
 
 def elsewhere(state: CatalogState, slot: int, index: int) -> int:
