@@ -146,13 +146,19 @@ class StoreClient:
         values: Sequence[Any],
         *,
         policy: ReplicaPolicy = ReplicaPolicy(),
+        groups: Sequence[int] = (),
         timeout_ms: int | None = None,
     ) -> list[PutOutcome]:
         """Store many objects with two master calls. One outcome a key, in order: None, or the
         error that `put` would raise. One key's failure changes nothing for the others. Keys that
-        find no space, or whose node is gone, are tried again until the deadline."""
+        find no space, or whose node is gone, are tried again until the deadline.
+
+        groups: a number a key; keys of this call with the same number above 0 are useless without
+        each other. They become visible together, and when one ends, so do the others."""
         if len(keys) != len(values):
             raise UsageError("one value a key", keys=len(keys), values=len(values))
+        if groups and len(groups) != len(keys):
+            raise UsageError("one group a key, or none at all", keys=len(keys), groups=len(groups))
         names = key_names(keys)
         pieces = source_pieces(values)
         sizes = pieces.totals()
@@ -161,7 +167,8 @@ class StoreClient:
         if max(sizes) > OBJECT_MAX_BYTES:
             raise UsageError(f"an object has at most {OBJECT_MAX_BYTES} bytes", nbytes=max(sizes))
         with self._calls:
-            job = PutJob(self._tenant, names, pieces, sizes, policy, self._deadline(timeout_ms))
+            deadline = self._deadline(timeout_ms)
+            job = PutJob(self._tenant, names, pieces, sizes, policy, deadline, groups)
             codes = self._writer.write(job)
             self._put_again(job, codes)
             self._reader.cache.forget(names)
@@ -323,13 +330,21 @@ class StoreClient:
     # --- sessions and explanations ---
 
     @overload
-    def session(self, keys: Sequence[str], *, sizes: None = None) -> ReadSession: ...
+    def session(
+        self, keys: Sequence[str], *, sizes: None = None, timeout_ms: int | None = None
+    ) -> ReadSession: ...
 
     @overload
-    def session(self, keys: Sequence[str], *, sizes: Sequence[int]) -> WriteSession: ...
+    def session(
+        self, keys: Sequence[str], *, sizes: Sequence[int], timeout_ms: int | None = None
+    ) -> WriteSession: ...
 
     def session(
-        self, keys: Sequence[str], *, sizes: Sequence[int] | None = None
+        self,
+        keys: Sequence[str],
+        *,
+        sizes: Sequence[int] | None = None,
+        timeout_ms: int | None = None,
     ) -> ReadSession | WriteSession:
         """Read many objects part by part after one master call; or, with their sizes in bytes,
         write them part by part and commit once (`store/session.py`). Use it in a `with`.
@@ -342,10 +357,10 @@ class StoreClient:
 
         def locate() -> list[bytes]:
             with self._calls:
-                return self._reader.locate(names, self._deadline(None)) if names else []
+                return self._reader.locate(names, self._deadline(timeout_ms)) if names else []
 
         def read(rows: list[bytes], into: Any, ranges: Sequence[Range]) -> list[GetOutcome]:
-            return self._read(keys, names, into, ranges, self._deadline(None), rows)
+            return self._read(keys, names, into, ranges, self._deadline(timeout_ms), rows)
 
         return ReadSession(keys, locate, read, self._clock.now_ms)
 

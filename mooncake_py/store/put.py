@@ -45,6 +45,7 @@ class PutJob:
     sizes: Sequence[int]
     policy: ReplicaPolicy
     deadline: Deadline
+    groups: Sequence[int] = ()  # per key, equal and above 0 = one fate; or empty
 
     def select(self, which: Sequence[int]) -> PutJob:
         """The same for some of the keys."""
@@ -55,6 +56,7 @@ class PutJob:
             [self.sizes[i] for i in which],
             self.policy,
             self.deadline,
+            [self.groups[i] for i in which] if self.groups else (),
         )
 
 
@@ -75,6 +77,20 @@ class _Part:
     grant: NodeGrant
     keys: Codes  # index in the batch of each row's key
     codes: Codes
+
+
+def _one_fate(groups: Sequence[int], codes: list[int]) -> None:
+    """What has befallen one key of a group has befallen all of it. One that exists already is in
+    no group, and therefore changes nothing."""
+    if not groups or not any(codes):
+        return
+    failed: dict[int, int] = {}
+    for group, code in zip(groups, codes, strict=True):
+        if group and code not in (errors.OK, errors.ObjectExists.code):
+            failed.setdefault(group, code)
+    for i, group in enumerate(groups):
+        if codes[i] == errors.OK:
+            codes[i] = failed.get(group, errors.OK)
 
 
 class BatchWriter:
@@ -103,6 +119,7 @@ class BatchWriter:
             job.sizes,
             policy=job.policy,
             host_id=self._host_id,
+            groups=job.groups,
             timeout_ms=job.deadline.left_ms(),
         )
         codes: list[int] = grants.status.tolist()
@@ -204,10 +221,12 @@ class BatchWriter:
                     failed.append((key, part.grant.segment.segment_id))
                     reasons[key] = code
         granted = [i for i, code in enumerate(codes) if code == errors.OK]
-        commit = [i for i in granted if i in sealed]
-        revoke = [i for i in granted if i not in sealed]
-        for i in revoke:
-            codes[i] = reasons.get(i, InternalError.code)
+        for i in granted:
+            if i not in sealed:
+                codes[i] = reasons.get(i, InternalError.code)
+        _one_fate(job.groups, codes)
+        commit = [i for i in granted if codes[i] == errors.OK]
+        revoke = [i for i in granted if codes[i] != errors.OK]
         if commit:
             place = {key: n for n, key in enumerate(commit)}
             statuses = self._commit(
@@ -218,6 +237,7 @@ class BatchWriter:
             )
             for i, code in zip(commit, statuses.tolist(), strict=True):
                 codes[i] = code
+            _one_fate(job.groups, codes)
         if revoke:
             self._revoke(job, generations, revoke)
 
