@@ -178,34 +178,37 @@ class MasterLink:
         """Ask the current master; one that is not there is waited for, or left for the next."""
         patience = Deadline(min(patience_ms, deadline.left_ms()), self._clock)
         absent: MooncakeError | None = None
-        while True:
-            stop = self._route.current
-            left_ms = self._ask_ms(deadline)
-            if self._closed:
-                raise self._closing()
-            if left_ms == 0:
-                raise absent or self._silent(method, stop)
-            wait = absent is not None and not self._route.several
-            if wait:
-                left_ms = max(1, patience.left_ms())
-            try:
-                call = stop.unary[method.number]
-                return cast(bytes, call(payload, timeout=left_ms / 1000, wait_for_ready=wait))
-            except grpc.RpcError as error:
-                code = error.code()
-                gone = code == grpc.StatusCode.UNAVAILABLE
-                late = code == grpc.StatusCode.DEADLINE_EXCEEDED
-                if absent is None or not (wait and late):
-                    absent = self._error_of(method, error, stop)
-                if gone or late:
-                    self._turn(stop)
-                again = gone and (method.repeatable or _never_sent(error))
-                if not again or patience.passed():
-                    raise absent from None
-            except ValueError:  # the channel was closed by another thread
-                raise self._closing() from None
-            if self._route.several:
-                self._pause.wait(TURN_MS / 1000)
+        try:
+            while True:
+                stop = self._route.current
+                left_ms = self._ask_ms(deadline)
+                if self._closed:
+                    raise self._closing()
+                if left_ms == 0:
+                    raise absent or self._silent(method, stop)
+                wait = absent is not None and not self._route.several
+                if wait:
+                    left_ms = max(1, patience.left_ms())
+                try:
+                    call = stop.unary[method.number]
+                    return cast(bytes, call(payload, timeout=left_ms / 1000, wait_for_ready=wait))
+                except grpc.RpcError as error:
+                    code = error.code()
+                    gone = code == grpc.StatusCode.UNAVAILABLE
+                    late = code == grpc.StatusCode.DEADLINE_EXCEEDED
+                    if absent is None or not (wait and late):
+                        absent = self._error_of(method, error, stop)
+                    if gone or late:
+                        self._turn(stop)
+                    again = gone and (method.repeatable or _never_sent(error))
+                    if not again or patience.passed():
+                        raise absent from None
+                except ValueError:  # the channel was closed by another thread
+                    raise self._closing() from None
+                if self._route.several:
+                    self._pause.wait(TURN_MS / 1000)
+        finally:
+            del absent  # else it and this frame would hold each other, and all callers' buffers
 
     def _error_of(self, method: Method, error: Any, stop: Stop) -> MooncakeError:
         """What a failure of gRPC itself (not of the master) means."""

@@ -39,9 +39,15 @@ class Pieces:
     `ends`: end of each value's run of pieces; None: every value is exactly one piece.
     """
 
-    pointers: Sequence[Any]
+    pointers: list[Any]
     sizes: Sequence[int]
     ends: Sequence[int] | None = None
+
+    def release(self) -> None:
+        """Let go of the memory. An error that somebody keeps also keeps the frames it came through,
+        and through them this. Before Python 3.12.7 the collector crashes on a memoryview in such
+        a cycle whose bytes are still held (python/cpython issue 77894)."""
+        self.pointers.clear()
 
     def totals(self) -> Sequence[int]:
         """Bytes of each value."""

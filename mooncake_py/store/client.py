@@ -138,7 +138,10 @@ class StoreClient:
         """
         (outcome,) = self.put_batch([key], [value], policy=policy, timeout_ms=timeout_ms)
         if outcome is not None:
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome  # an error and a frame that hold each other would hold the value, too
 
     def put_batch(
         self,
@@ -169,8 +172,11 @@ class StoreClient:
         with self._calls:
             deadline = self._deadline(timeout_ms)
             job = PutJob(self._tenant, names, pieces, sizes, policy, deadline, groups)
-            codes = self._writer.write(job)
-            self._put_again(job, codes)
+            try:
+                codes = self._writer.write(job)
+                self._put_again(job, codes)
+            finally:
+                pieces.release()
             self._reader.cache.forget(names)
         if not any(codes):
             return [None] * len(codes)
@@ -186,8 +192,12 @@ class StoreClient:
             if job.deadline.left_ms() <= wait_ms or self._calls.closing.wait(wait_ms / 1000):
                 break
             wait_ms = min(2 * wait_ms, _RETRY_LAST_MS)
-            for i, code in zip(todo, self._writer.write(job.select(todo)), strict=True):
-                codes[i] = code
+            part = job.select(todo)
+            try:
+                for i, code in zip(todo, self._writer.write(part), strict=True):
+                    codes[i] = code
+            finally:
+                part.pieces.release()
 
     def _put_error(self, code: int, key: str, nbytes: int) -> MooncakeError:
         cause = {
@@ -226,7 +236,10 @@ class StoreClient:
         targets = None if into is None else [into]
         (outcome,) = self.get_batch([key], targets, ranges=ranges, timeout_ms=timeout_ms)
         if isinstance(outcome, MooncakeError):
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome  # see put
         return outcome
 
     def get_batch(
@@ -261,7 +274,11 @@ class StoreClient:
             return []
         with self._calls:
             new = NewTargets(len(keys), ranges)
-            result = self._reader.read(names, given or new, deadline, rows)
+            try:
+                result = self._reader.read(names, given or new, deadline, rows)
+            finally:
+                if given is not None:
+                    given.release()
             if result.broken:
                 self._reader.report(names, result, deadline)
         written = result.lengths

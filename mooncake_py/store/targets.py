@@ -41,6 +41,9 @@ class GivenTargets:
         ranges = _resolved(self._ranges, keys, lengths)
         return Destinations(pieces.pointers, pieces.sizes, pieces.ends, ranges)
 
+    def release(self) -> None:
+        self._pieces.release()
+
     def room(self, key: int) -> int:
         return self._pieces.totals()[key]
 

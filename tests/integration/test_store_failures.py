@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
 import numpy as np
@@ -247,3 +249,33 @@ def test_a42_a_client_outlives_a_restart_of_the_master(fresh_cluster: Cluster) -
         wait_until(served)
         store.put("after", b"a" * 50_000)
         assert store.get("after") == b"a" * 50_000
+
+
+def test_an_error_that_is_kept_holds_nothing_of_its_caller(fresh_cluster: Cluster) -> None:
+    """A bytearray cannot be resized while anybody holds its bytes."""
+    held: list[MooncakeError] = []
+
+    def fail(call: Callable[[bytearray], object], *kinds: type[MooncakeError]) -> None:
+        buffer = bytearray(64 << 10)
+        try:
+            call(buffer)
+        except kinds as error:
+            held.append(error)
+        buffer.append(1)
+
+    gc.disable()
+    try:
+        with StoreClient(fresh_cluster.address, timeout_ms=1_000) as client:
+            client.put("there", b"1")
+            fail(lambda b: client.put("there", b), ObjectExists)
+            fail(lambda b: client.get("absent", into=b), ObjectNotFound)
+            fresh_cluster.master.child.kill()
+            fail(lambda b: client.put("new", b), MasterUnavailable)
+            fail(lambda b: client.get("new", into=b), MasterUnavailable)
+            assert len(held) == 4
+            gc.collect()
+            alone = [weakref.ref(error) for error in held]
+            held.clear()
+            assert [ref() for ref in alone] == [None] * 4, "an error is part of a cycle of ours"
+    finally:
+        gc.enable()
