@@ -190,6 +190,10 @@ class Catalog:
         segment = self.state.members.by_id.get(segment_id)
         return None if segment is None else _segment_info(segment)
 
+    def has_followers(self) -> bool:
+        """Do nodes report here, at least half of those that are known?"""
+        return self.state.members.reports()
+
     def snapshot(self, now_ms: int = 0) -> bytes:
         """The whole state (without leases) in the shortest form that `restore` reads."""
         return replay.snapshot(self.state, now_ms)

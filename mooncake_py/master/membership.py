@@ -6,7 +6,7 @@ A segment is *readable* when Locate may name it, *placeable* when new extents ma
 |---|---|---|---|
 | alive | yes | yes | silence of `suspect_ms`, or a report after a missed heartbeat -> suspect |
 | draining | yes | no | the node says so in its heartbeats, or an operator asked for it |
-| returning | yes | no | after a restart of the master, until the node mounts again -> alive |
+| returning | yes | no | new master: a mount -> alive; silence of half `dead_ms` -> suspect |
 | suspect | no | no | heartbeat -> alive; silence of `dead_ms` -> gone |
 | gone | no | no | its objects are forgotten in small steps, then the entry |
 
@@ -179,6 +179,12 @@ class Membership:
             segment.state = state
             self.refresh()
 
+    def reports(self) -> bool:
+        """Do nodes report to this master, at least half of those it knows?"""
+        present = [each for each in self.by_id.values() if each.state != GONE]
+        heard = sum(each.readable for each in present)
+        return heard > 0 and 2 * heard >= len(present)
+
     def forget(self, segment: Segment) -> None:
         """Drop the entry; nothing may refer to its index any more."""
         del self.by_id[segment.segment_id]
@@ -191,6 +197,13 @@ class Membership:
         self.placeable = [each for each in self.by_id.values() if each.state == ALIVE]
         self.draining = [each for each in self.by_id.values() if each.state == DRAINING]
 
+    def _patience_ms(self, segment: Segment) -> int:
+        """A node whose master was stopped, or is behind a wall, waits for that one for a while
+        before it looks for this one."""
+        if segment.state == RETURNING:
+            return max(self._settings.suspect_ms, self._settings.dead_ms // 2)
+        return self._settings.suspect_ms
+
     def silent(self, now_ms: int) -> tuple[list[Segment], list[Segment]]:
         """Segments that are to become (suspect, gone) for their silence."""
         suspects, dead = [], []
@@ -200,6 +213,6 @@ class Membership:
                 continue
             if silent_ms >= self._settings.dead_ms:
                 dead.append(segment)
-            elif silent_ms >= self._settings.suspect_ms and segment.state != SUSPECT:
+            elif silent_ms >= self._patience_ms(segment) and segment.state != SUSPECT:
                 suspects.append(segment)
         return suspects, dead

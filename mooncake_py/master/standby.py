@@ -340,7 +340,7 @@ class Contender:
                 store,
                 follower.sequence,
                 follower.log_nbytes(),
-                self._gate_of(session),
+                self._gate_of(session, catalog),
                 durable_puts=True,
             )
             reign = Reign(self._setup, catalog, claim)
@@ -358,7 +358,7 @@ class Contender:
             self._reign = None
             reign.close()
 
-    def _gate_of(self, session: Session) -> Gate:
+    def _gate_of(self, session: Session, catalog: Catalog) -> Gate:
         clock = self._setup.clock
 
         def gate(method: Method, now_ms: int) -> MooncakeError | None:
@@ -368,6 +368,8 @@ class Contender:
             if stand is Stand.OUTAGE:
                 if method.changes or method in (HEARTBEAT, PUT_REVOKE, UNMOUNT):
                     return NotLeader("etcd cannot be reached; reads go on")
+                if not catalog.has_followers():
+                    return NotLeader("neither etcd nor most nodes are there: another may lead")
                 return None
             if stand is Stand.ENDED and session.successor:
                 return NotLeader("another master leads", leader=session.successor)

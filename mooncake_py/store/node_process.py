@@ -42,9 +42,10 @@ OFF = "off"
 AUTO = "auto"
 _RECEIVE_MS = 500  # how soon an idle pull thread notices that the node is closing
 _MASTER_CALL_MS = 2_000
+BEATS_OF_PATIENCE = 4  # with a silent master, in heartbeats; then another one is asked
 _DRAIN_LOOK_S = 0.05  # between two questions how far the draining is
 _NAME_WAIT_MS = 3_000  # for a name that is taken
-_NAME_AGAIN_S = 0.25
+_MOUNT_AGAIN_S = 0.25
 
 
 class Node:
@@ -193,16 +194,21 @@ class Node:
     # --- master ---
 
     def _mount_first(self) -> None:
-        """The name may still be that of a node which died a moment ago: its master gives it away
-        once that one is suspect."""
-        patience = Deadline(_NAME_WAIT_MS, self._clock)
+        """The masters may just be choosing a leader. And the name may still be that of a node
+        which died a moment ago: its master gives it away once that one is suspect."""
+        starting = Deadline(self._settings.start_ms, self._clock)
+        naming: Deadline | None = None  # since the name was first refused
         while True:
             try:
-                return self._mount(self._settings.start_ms)
+                return self._mount(max(1, starting.left_ms()))
             except errors.UsageError:
-                if patience.passed():
+                naming = naming or Deadline(_NAME_WAIT_MS, self._clock)
+                if naming.passed():
                     raise
-            self._closing.wait(_NAME_AGAIN_S)
+            except MooncakeError as error:
+                if not error.retryable or starting.passed():
+                    raise
+            self._closing.wait(_MOUNT_AGAIN_S)
 
     def _mount(self, timeout_ms: int) -> None:
         before = self._pulls.mounted
@@ -266,7 +272,7 @@ class Node:
                 draining=self._pulls.draining,
                 used_bytes=self._segment.stats().extent_nbytes,
             ),
-            timeout_ms=_MASTER_CALL_MS,
+            timeout_ms=min(_MASTER_CALL_MS, BEATS_OF_PATIENCE * self._heartbeat_ms),
         )
         if not beat.known:
             log.info("the master does not know this node any more: mounting again")

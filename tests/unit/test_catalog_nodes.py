@@ -90,6 +90,38 @@ def test_a22_f15_a_silent_node_is_not_used_then_forgotten(driver: Driver) -> Non
     check_invariants(driver.catalog)
 
 
+def test_a26_nodes_have_time_to_find_a_new_master(driver: Driver) -> None:
+    """They may still be waiting for the former one, which was stopped."""
+    driver.put([b"k"])
+    driver.catalog.restore(None, driver.log, driver.now_ms)
+    taken_over_ms = driver.now_ms
+    while driver.now_ms < taken_over_ms + S.dead_ms // 2 - S.tick_ms:
+        driver.pass_time(S.tick_ms, alive=False)
+        assert driver.exists([b"k"]) == [1]
+    for _ in range(3):
+        driver.pass_time(S.tick_ms, alive=False)
+    assert driver.exists([b"k"]) == [0]
+
+
+def test_a_master_knows_whether_nodes_report_to_it(driver: Driver) -> None:
+    assert driver.catalog.has_followers()
+    b = driver.mount("b", 64 * KIB)
+    elapsed = 0
+    while elapsed <= S.suspect_ms + S.tick_ms:
+        elapsed += S.tick_ms
+        driver.now_ms += S.tick_ms
+        driver.beat(("b", 1, b))
+        driver.pass_time(0, alive=False)
+    assert driver.catalog.has_followers(), "one of two"
+    driver.mount("c", 64 * KIB)
+    for _ in range(S.dead_ms // S.tick_ms):
+        driver.pass_time(S.tick_ms, alive=False)
+        if driver.catalog.has_followers():
+            assert sum(s.state == "alive" for s in driver.catalog.state.members) >= 1
+    assert not driver.catalog.has_followers(), "all are silent, or forgotten"
+    assert not type(driver.catalog)().has_followers()
+
+
 def test_a22_a_clean_exit_removes_entries_at_once(driver: Driver) -> None:
     driver.put([b"k"])
     granted = driver.start([b"open"])
