@@ -45,7 +45,7 @@ class Destinations:
     (start, bytes) wanted of each row, None for whole objects.
     """
 
-    pointers: Sequence[Any]
+    pointers: list[Any]
     sizes: Sequence[int]
     ends: Sequence[int] | None = None
     ranges: Sequence[tuple[int, int]] | None = None

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -38,13 +39,27 @@ def free_ports(count: int) -> list[int]:
 class EtcdCluster:
     """`count` members. A member can be killed, started again, frozen and thawed by its number."""
 
-    def __init__(self, folder: Path, count: int = 1, *, tls: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        count: int = 1,
+        *,
+        tls: bool = False,
+        hosts: Sequence[str] = (),
+        wrap: Callable[[int], list[str]] = lambda number: [],
+    ) -> None:
+        """hosts: address of each member, this host's without. wrap: what stands before the command
+        line of a member."""
         self.folder = folder
+        self._wrap = wrap
         self._scheme = "https" if tls else "http"
         self._options: tuple[str, ...] = ()
         ports = free_ports(2 * count)
-        self.members = [f"127.0.0.1:{port}" for port in ports[:count]]
-        self._peers = [f"http://127.0.0.1:{port}" for port in ports[count:]]
+        hosts = hosts or ["127.0.0.1"] * count
+        self.members = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=False)]
+        self._peers = [
+            f"http://{host}:{port}" for host, port in zip(hosts, ports[count:], strict=True)
+        ]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if tls:
@@ -77,7 +92,8 @@ class EtcdCluster:
         url = f"{self._scheme}://{self.members[number]}"
         peers = ",".join(f"m{n}={peer}" for n, peer in enumerate(self._peers))
         command = [
-            "etcd", f"--name=m{number}", f"--data-dir={self.folder}/m{number}",
+            *self._wrap(number), shutil.which("etcd") or "etcd",
+            f"--name=m{number}", f"--data-dir={self.folder}/m{number}",
             f"--listen-client-urls={url}", f"--advertise-client-urls={url}",
             f"--listen-peer-urls={self._peers[number]}",
             f"--initial-advertise-peer-urls={self._peers[number]}",
@@ -107,11 +123,14 @@ class EtcdCluster:
         self._processes[number].kill()
         self._processes.pop(number).wait()
 
+    def signal(self, number: int, which: signal.Signals) -> None:
+        self._processes[number].send_signal(which)
+
     def freeze(self, number: int) -> None:
-        self._processes[number].send_signal(signal.SIGSTOP)
+        self.signal(number, signal.SIGSTOP)
 
     def thaw(self, number: int) -> None:
-        self._processes[number].send_signal(signal.SIGCONT)
+        self.signal(number, signal.SIGCONT)
 
     def raft_leader(self) -> int:
         """The number of the member that leads etcd itself."""
