@@ -87,7 +87,7 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
     _evict_to_watermark(state, work, command.evict_max, now_ms)
     if now_ms >= state.housekeeping_ms:
         state.housekeeping_ms = now_ms + _HOUSEKEEPING_MS
-        state.forget_empty_tenants()
+        quotas.forget_empty_tenants(state)
         for tenant in state.tenants:
             tenant.listings = {
                 page: each

@@ -176,7 +176,7 @@ def _finish(state: CatalogState, work: Work, copy: Copy, code: int, now_ms: int)
     state.counters[f"copied_bytes_{copy.why.value}"] += copy.units * EXTENT_ALIGN_BYTES
     former = state.members.by_id.get(copy.drops)
     if former is not None and former.state != GONE:
-        state.shed_replica(work, slot, former.index, now_ms)
+        state.shed_replica(work, slot, former.index, now_ms, state.settings.grant_margin_ms)
         if drain is not None:
             drain.moved += 1
             drain.moved_bytes += state.table.length[slot]
@@ -265,7 +265,7 @@ def _copy_one(
     former = [each for each in homes if each.node == command.from_node]
     if any(each.node == command.to_node for each in homes):
         for each in former:
-            state.shed_replica(work, slot, each.index, now_ms)
+            state.shed_replica(work, slot, each.index, now_ms, state.settings.grant_margin_ms)
         return OK
     if command.from_node and not former:
         return ObjectNotFound.code

@@ -60,6 +60,12 @@ def trim_tenants(state: CatalogState, work: Work, now_ms: int, count_max: int) -
     return False
 
 
+def forget_empty_tenants(state: CatalogState) -> None:
+    for tenant in state.tenants.forget_empty():
+        state.order.forget(tenant.pool)
+        tenant.pool.close()
+
+
 def quota_fields(tenant: Tenant) -> records.QuotaFields:
     quota = tenant.quota
     if quota is None:

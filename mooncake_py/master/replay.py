@@ -360,7 +360,8 @@ def _add_object(
     if fields.wanted > 1:
         state.table.set_wanted(slot, fields.wanted)
     for extent, own in attempt.copied.items():
-        if extent in attempt.extents and (place := _place(state.members, extent)) in places:
+        known = extent in attempt.extents and extent[0] in state.members.by_id
+        if known and (place := _place(state.members, extent)) in places:
             state.table.name_copy(slot, place, own)
     if put.groups and put.groups[0]:
         state.join_group(put.groups[0], tenant, key, slot)

@@ -26,7 +26,7 @@ from mooncake_py.master.commits import commit, dress
 from mooncake_py.master.eviction import Pool
 from mooncake_py.master.membership import GONE, RETURNING, Segment
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
-from mooncake_py.master.quotas import apply_quota
+from mooncake_py.master.quotas import apply_quota, forget_empty_tenants
 from mooncake_py.master.records import DamagedRecord, GrantFields
 from mooncake_py.master.repair import find_short
 from mooncake_py.master.replay import RestoreReport
@@ -173,7 +173,7 @@ class Shadow:
         state = self.state
         tenant = state.tenants.obtain(fields.tenant)
         if isinstance(tenant, str):  # the leader has forgotten some that are empty
-            state.forget_empty_tenants()
+            forget_empty_tenants(state)
             tenant = state.tenants.obtain(fields.tenant)
         if isinstance(tenant, str):
             return

@@ -348,11 +348,6 @@ class CatalogState:
         if not tenant.pool.listed:
             self.order.enlist(tenant.pool)
 
-    def forget_empty_tenants(self) -> None:
-        for tenant in self.tenants.forget_empty():
-            self.order.forget(tenant.pool)
-            tenant.pool.close()
-
     def _helps(self, slot: int) -> bool:
         """Would its end free space that may be given out? (Not on a suspect or leaving node.)"""
         members = self.members
@@ -387,14 +382,17 @@ class CatalogState:
         else:
             self.shed_replica(work, slot, index, now_ms)
 
-    def shed_replica(self, work: Work, slot: int, index: int, now_ms: int) -> None:
-        """The replica on this segment ends; it is not the last one."""
+    def shed_replica(
+        self, work: Work, slot: int, index: int, now_ms: int, rest_ms: int = 0
+    ) -> None:
+        """The replica on this segment ends; it is not the last one. Its extent rests for `rest_ms`
+        at least: after a move the durable log knows no other, until it has caught up."""
         table = self.table
         places = table.places(slot)
         kept = tuple(place for place in places if place >> PLACE_BITS != index)
         if len(kept) == len(places):
             return
-        until = table.leased_until(slot, self.settings.lease_ms)
+        until = max(table.leased_until(slot, self.settings.lease_ms), now_ms + rest_ms)
         for place in places:
             segment = self.members.at(place >> PLACE_BITS)
             if place not in kept and segment.state != GONE:

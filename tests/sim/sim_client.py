@@ -14,6 +14,8 @@ from sim_world import Call, Script, Sleep, World
 from mooncake_py.errors import PeerUnreachable
 from mooncake_py.master.commands import (
     Command,
+    CopyObjects,
+    Drain,
     Exists,
     Granted,
     List,
@@ -69,6 +71,8 @@ class Client:
                 yield from self._remove()
             elif dice < 0.95:
                 yield from self._limit()
+            elif dice < 0.97:
+                yield from self._operate()
             else:
                 yield from self._look()
             yield Sleep(random.randrange(1, 25))
@@ -224,6 +228,18 @@ class Client:
             random.choice(POLICIES), random.random() < 0.5,
         )  # fmt: skip
         yield from self._ask(quota)
+
+    def _operate(self) -> Script:
+        """Drains begin and are called off; objects are copied and moved."""
+        random = self.world.random
+        names = [f"n{i}" for i in range(4)]
+        if self.world.chance(0.4):
+            yield from self._ask(Drain(random.choice(names), random.random() < 0.6), 1)
+            return
+        wish = CopyObjects(
+            "t", self._some_keys(3), random.choice(names), random.choice(["", *names])
+        )
+        yield from self._ask(wish, 1)
 
     def _look(self) -> Script:
         if self.world.chance(0.5):

@@ -11,12 +11,15 @@ from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
     Applied,
     Command,
+    CopyObjects,
     Granted,
     PutEnd,
     PutStart,
     Remove,
     Report,
     Statuses,
+    TaskList,
+    Tasks,
 )
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.state import extent_units
@@ -37,6 +40,7 @@ class History:
         self.risen: set[int] = set()  # dropped, and back because the log was lost
         self.floors: dict[bytes, int] = {}  # removed: generations below must not be read
         self.lives = 0
+        self.copy_of: dict[int, int] = {}  # generation of a copied replica -> of its object
         self.counts: dict[str, int] = {}
 
     def count(self, what: str) -> None:
@@ -51,9 +55,13 @@ class History:
         for record in map(records.decode, applied.records):
             if isinstance(record, records.Drops):
                 self.causes.update(dict.fromkeys(record.generations, self._cause(command)))
-            elif isinstance(record, records.Lost):
+            elif isinstance(record, records.Lost) and not isinstance(command, Tasks | CopyObjects):
                 for generation, _ in record.pairs:
                     self.causes.setdefault(generation, "a replica was lost")
+            elif isinstance(record, records.Copies):
+                for generation, _, segment_id, _ in record.rows:
+                    self.segments.setdefault(generation, set()).add(segment_id)
+                    self.count("copies committed")
             elif isinstance(record, records.Gone):
                 self.gone_segments.add(record.segment_id)
         for generation in self.committed - self._live(catalog):
@@ -68,10 +76,23 @@ class History:
                     self.keys[generation] = key
             for _, segment_id, _, _, generation in grant_rows(reply):
                 self.segments.setdefault(generation, set()).add(segment_id)
+        elif isinstance(reply, TaskList):
+            self._learn_copies(reply)
         elif isinstance(command, PutEnd) and isinstance(reply, Statuses):
             for generation, code in zip(command.generations, reply.status, strict=True):
                 if code == 0:
                     self.committed.add(generation)
+
+    def _learn_copies(self, reply: TaskList) -> None:
+        for task in reply.copies:
+            assert task.generation not in self.keys, "a generation is used again"
+            assert self.keys[task.source_generation] == task.key, "a copy of another object"
+            self.keys[task.generation] = task.key
+            origin = self.copy_of.get(task.source_generation, task.source_generation)
+            self.copy_of[task.generation] = origin
+            assert self.catalog is not None
+            copy = self.catalog.state.tasks.running[task.generation]
+            assert copy.of == origin
 
     @staticmethod
     def _cause(command: Command) -> str:
@@ -117,7 +138,8 @@ class History:
             if generation in self.causes:
                 self.risen.add(generation)
                 self.causes.pop(generation)
-        self.orphans = set(self.keys) - live - running
+        copied = set(catalog.state.table.copied.values())
+        self.orphans = set(self.keys) - live - running - copied
 
     def removal_acknowledged(self, keys: Sequence[bytes], reply: object, floor: int) -> None:
         if isinstance(reply, Statuses):
@@ -146,11 +168,11 @@ class History:
         segment = state.members.by_id.get(segment_id)
         if segment is None:
             return
-        for other, length, place in self._extents():
+        for other, units_of, place in self._extents():
             if place >> PLACE_BITS != segment.index or other == generation:
                 continue
             start = place & PLACE_MASK
-            end = start + extent_units(length)
+            end = start + units_of
             assert end <= units.start or units.stop <= start, (
                 f"generation {generation} writes {units} over generation {other} at {start}..{end}"
             )
@@ -159,20 +181,29 @@ class History:
         assert self.catalog is not None
         table = self.catalog.state.table
         found = [
-            (table.generation[slot], table.length[slot], place)
+            (table.replica_generation(slot, place), extent_units(table.length[slot]), place)
             for slot in table.live()
             for place in table.places(slot)
+        ]
+        found += [
+            (copy.generation, copy.units, copy.target)
+            for copy in self.catalog.state.tasks.running.values()
         ]
         for tenant in self.catalog.state.tenants:
             for put, index in tenant.writing.values():
                 found += [
-                    (put.first + index, put.lengths[index], place) for place in put.places[index]
+                    (put.first + index, extent_units(put.lengths[index]), place)
+                    for place in put.places[index]
                 ]
         return found
 
     def damaged(self, generation: int) -> None:
         """A sealed extent does not hold its own bytes: only if it had ended before."""
         self.count("checksum mismatches")
+        if generation in self.copy_of:
+            assert self.catalog is not None
+            assert generation not in self.catalog.state.table.copied.values()
+            return
         assert generation in self.causes or generation in self.risen, (
             f"bytes of living generation {generation} were overwritten"
         )
@@ -181,6 +212,7 @@ class History:
 
     def judge_read(self, key: bytes, generation: int, floor: int) -> None:
         assert self.keys[generation] == key, "bytes of another object"
+        generation = self.copy_of.get(generation, generation)
         assert generation >= floor, f"{key!r} was removed and is read again"
         self.count("good reads")
 
@@ -189,6 +221,7 @@ class History:
         self.count("stale reads")
         if not leased or lives != self.lives or segment_id in self.gone_segments:
             return
+        generation = self.copy_of.get(generation, generation)
         cause = self.causes.get(generation, "")
         assert cause in ("forced", "damaged") or generation in self.risen, (
             f"generation {generation} was leased and is gone ({cause or 'no cause'})"

@@ -20,6 +20,7 @@ from mooncake_py.master.commands import (
     Mounted,
     Remove,
     Reply,
+    TaskList,
     Tick,
     Unseal,
 )
@@ -50,6 +51,7 @@ class Master:
         self.history = history
         self.disk: list[bytes] = []
         self.snapshot = b""
+        self.standby = Shadow(settings)  # follows what becomes durable
         self.clock_offset_ms = 1_000_000
         self.life = 0
         self.catalog = Catalog(settings)
@@ -85,10 +87,12 @@ class Master:
     def _restore(self) -> RestoreReport:
         """By reading everything, or as a standby that has followed: both must come to the same."""
         report = self.catalog.restore(self.snapshot, self.disk, self.now_ms)
-        shadow = Shadow(self.settings)
-        shadow.feed(unpack(self.snapshot))
-        for record in self.disk:
-            shadow.feed([record])
+        shadow, self.standby = self.standby, Shadow(self.settings)
+        for follower in (self.standby, *([shadow] if self.world.chance(0.3) else [])):
+            follower.__init__(self.settings)  # type: ignore[misc]  # reads the log from the start
+            follower.feed(unpack(self.snapshot))
+            for record in self.disk:
+                follower.feed([record])
         other = Catalog(self.settings)
         followed = other.take_over(shadow, self.now_ms)
         if followed is None:  # the clock has gone back, and what rested is claimed again
@@ -120,8 +124,7 @@ class Master:
         """What is on its way to the disk arrives up to a random point."""
         kept = self.world.random.randrange(len(self._pending) + 1)
         for records, _ in self._pending[:kept]:
-            self.disk += records
-            self.history.durable(records)
+            self._keep(records)
         self.world.note(f"master crashes, {len(self._pending) - kept} commits lost")
         self._pending = []
         self._syncing = False
@@ -176,11 +179,11 @@ class Master:
             secret = self.world.random.getrandbits(64)
             self.secrets[reply.segment_id] = secret
             return (), (secret,), ()
-        if isinstance(reply, Granted | Located):
+        if isinstance(reply, Granted | Located | TaskList):
             segments = [self.catalog.segment(each) for each in reply.segment_ids]
             nodes = tuple(each.node for each in segments if each is not None)
             assert len(nodes) == len(reply.segment_ids)
-            if isinstance(reply, Located):
+            if isinstance(reply, Located | TaskList):
                 return nodes, (), ()
             return nodes, tuple(self.secrets[each] for each in reply.segment_ids), ()
         if isinstance(message, Heartbeat):
@@ -198,6 +201,16 @@ class Master:
             self._write(applied.records, lambda: None)
         return applied
 
+    def _keep(self, records: list[bytes]) -> None:
+        """On the disk, and known to the standby."""
+        self.disk += records
+        self.standby.feed(records)
+        self.history.durable(records)
+
+    def step_clock(self, ms: int) -> None:
+        """The wall clock is set forward."""
+        self.clock_offset_ms += ms
+
     def _write(self, records: list[bytes], then: Callable[[], None]) -> None:
         self._pending.append((records, then))
         if not self._syncing:
@@ -213,8 +226,7 @@ class Master:
             return
         done = self.world.random.randrange(1, len(self._pending) + 1)
         for records, then in self._pending[:done]:
-            self.disk += records
-            self.history.durable(records)
+            self._keep(records)
             then()
         del self._pending[:done]
         if self._pending:

@@ -19,8 +19,17 @@ from sim_history import History
 from sim_master import Answer
 from sim_world import Call, Script, Sleep, World
 
-from mooncake_py.errors import ChecksumMismatch, LeaseExpired
-from mooncake_py.master.commands import Heartbeat, Mount, Mounted, Refused
+from mooncake_py.errors import ChecksumMismatch, LeaseExpired, PeerUnreachable
+from mooncake_py.master.commands import (
+    CopyTask,
+    Done,
+    Heartbeat,
+    Mount,
+    Mounted,
+    Refused,
+    TaskList,
+    Tasks,
+)
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.model import EXTENT_ROW, extent_bytes
 
@@ -81,6 +90,8 @@ class Node:
         self.memory: list[int] = [0] * (self.nbytes // 64)  # generation that wrote each unit
         self.running: dict[int, tuple[int, int]] = {}  # pull number -> range
         self._pulls = 0
+        self.working = False  # on tasks of the master
+        self.clock_rate = self.world.random.choice([1.0, 1.0, 0.98, 1.02])  # of this node
         self.world.processes[self.name] = self
         life = self.incarnation
         self.world.start(self.name, self._keep_mounted(), lambda: self.alive(life))
@@ -109,6 +120,8 @@ class Node:
                         continue
                     for rows in answer.unseals:
                         self._unseal(rows)
+                    if isinstance(answer.reply, Done) and answer.reply.tasks and not self.working:
+                        self._work_off()
             yield Sleep(self.settings.heartbeat_ms // 2)
 
     def _mount(self) -> Script:
@@ -132,7 +145,66 @@ class Node:
 
     def _master_now_ms(self) -> int:
         assert self.master_ms is not None
-        return self.master_ms[0] + self.world.now_ms - self.master_ms[1]
+        passed_ms = self.world.now_ms - self.master_ms[1]
+        return self.master_ms[0] + round(passed_ms * self.clock_rate)
+
+    # --- tasks ----------------------------------------------------------------------------------
+
+    def _work_off(self) -> None:
+        self.working = True
+        life = self.incarnation
+        self.world.start(self.name, self._tasks(), lambda: self.alive(life))
+
+    def _tasks(self) -> Script:
+        """Fetch, copy, report with the next question; now and then forget to report."""
+        done: list[tuple[int, int]] = []
+        while self.secret:
+            ask = Tasks(self.name, self.incarnation, self.segment_id, tuple(done), 3)
+            answer = yield Call("master", ask, 4 * self.settings.heartbeat_ms)
+            if not isinstance(answer, Answer) or not isinstance(answer.reply, TaskList):
+                break
+            self._follow(answer)
+            if not answer.reply.copies:
+                break
+            done = []
+            for task in answer.reply.copies:
+                code = yield from self._make_copy(task, answer.nodes[task.source])
+                if not self.world.chance(0.05):
+                    done.append((task.generation, code))
+        self.working = False
+
+    def _make_copy(self, task: CopyTask, source: str) -> Script:
+        """As `store/tasks.py` does: begin, read a replica, seal if it was good."""
+        units = self._units(task.offset, task.length)
+        pull = Pull(self.segment_id, self.secret, b"", (), 0)
+        if self._refuses(pull, task.offset, units, task.generation, task.expires_ms):
+            return LeaseExpired.code  # type: ignore[return-value]
+        number = self._begin(units, Header(task.generation, task.length, task.key), task.offset)
+        read = Read(task.source_offset, task.length, task.source_generation)
+        found = yield Call(source, read, 200)
+        if self.running.pop(number, None) is None:
+            return LeaseExpired.code  # type: ignore[return-value]
+        if not isinstance(found, Bytes) or found.code:
+            return PeerUnreachable.code  # type: ignore[return-value]
+        assert self.history.keys[found.generation] == task.key, "a copy of another object"
+        if task.expires_ms <= self._master_now_ms():
+            return LeaseExpired.code  # type: ignore[return-value]
+        self._write(units, task.generation, first_half=False)
+        header = self.headers.get(task.offset)
+        if header is None or header.generation != task.generation:
+            return LeaseExpired.code  # type: ignore[return-value]
+        header.sealed = True
+        self.history.count("copies made")
+        return 0  # type: ignore[return-value]
+
+    def _begin(self, units: range, header: Header, offset: int) -> int:
+        self._forget_headers(units)
+        self.headers[offset] = header
+        self._pulls += 1
+        self.running[self._pulls] = (units.start, units.stop)
+        self.history.judge_write(self.segment_id, units, header.generation)
+        self._write(units, header.generation, first_half=True)
+        return self._pulls
 
     # --- data -----------------------------------------------------------------------------------
 
@@ -183,13 +255,8 @@ class Node:
             units = self._units(offset, length)
             if self._refuses(pull, offset, units, generation, expires_ms):
                 continue
-            self._forget_headers(units)
-            self.headers[offset] = Header(generation, length, pull.keys[at])
-            self._pulls += 1
-            self.running[self._pulls] = (units.start, units.stop)
-            begun.append((at, self._pulls, offset, length, generation))
-            self.history.judge_write(self.segment_id, units, generation)
-            self._write(units, generation, first_half=True)
+            number = self._begin(units, Header(generation, length, pull.keys[at]), offset)
+            begun.append((at, number, offset, length, generation))
         woken_ms = self.world.now_ms + pull.take_ms
         yield Sleep(pull.take_ms)
         on_time = self.world.now_ms == woken_ms  # else this process was stopped meanwhile

@@ -12,12 +12,14 @@ from sim_master import Master
 from sim_node import Node
 from sim_world import Script, Sleep, Weather, World
 
+from mooncake_py.master.commands import Drain
 from mooncake_py.master.settings import CatalogSettings
 
 SETTINGS = CatalogSettings(
     tick_ms=20, grant_ttl_ms=600, grant_margin_ms=150, lease_ms=300, lease_max_ms=1_000,
     heartbeat_ms=50, suspect_ms=150, dead_ms=1_000, doubt_ms=200, reclaim_max=3, step_max=3,
-    generation_block=1 << 13, objects_max=1 << 12,
+    generation_block=1 << 13, objects_max=1 << 12, hot_copies_max=1, hot_window_ms=300, hot_min=3,
+    hot_factor=2,
 )  # fmt: skip
 
 
@@ -53,7 +55,8 @@ class Simulation:
         self._make_peace()
         settled = length_ms + SETTINGS.dead_ms + SETTINGS.lease_max_ms
         settled += 4 * (SETTINGS.grant_ttl_ms + SETTINGS.grant_margin_ms)
-        self.world.run_until(settled)
+        while self.world.now_ms < settled and not self._is_quiet():
+            self.world.run_until(self.world.now_ms + 250)
         self._check_debts()
         return Outcome(self.seed, self.world.steps, self.history.counts, self.world.trace)
 
@@ -62,7 +65,9 @@ class Simulation:
         calm_ms = random.choice([300, 1_000, 3_000])
         while True:
             yield Sleep(random.randrange(1, calm_ms))
-            what = random.choice(("weather", "node", "node", "master", "cut", "pause", "drain"))
+            what = random.choice(
+                ("weather", "node", "node", "master", "cut", "pause", "drain", "clock")
+            )
             if what == "weather":
                 world.weather = random.choice(
                     [
@@ -91,6 +96,8 @@ class Simulation:
             elif what == "drain":
                 node = random.choice(self.nodes)
                 node.draining = not node.draining
+            elif what == "clock":
+                self.master.step_clock(random.randrange(60))
 
     def _toggle_node(self, node: Node) -> None:
         if node.up:
@@ -121,6 +128,19 @@ class Simulation:
         for node in self.nodes:
             node.draining = False
             self._raise(node)
+            self.master.apply(Drain(node.name, cancel=True))
+
+    def _is_quiet(self) -> bool:
+        """Nothing is owed any more; at the latest this comes with the last promise's end."""
+        state = self.master.catalog.state
+        return not (
+            state.open_grants
+            or len(state.resting)
+            or state.leaving
+            or state.tasks.running
+            or {each.segment_id for each in state.members} != {n.segment_id for n in self.nodes}
+            or any(each.state != "alive" for each in state.members)
+        )
 
     def _check_debts(self) -> None:
         """Every grant has ended, nothing rests, and what the catalog lists is really there."""
@@ -129,15 +149,16 @@ class Simulation:
         assert state.open_grants == 0, "a grant has not ended"
         assert len(state.resting) == 0, "extents rest although every promise is over"
         assert not state.leaving
+        assert not state.tasks.running, "a copy has not ended"
         by_segment = {each.segment_id: each for each in self.nodes}
         assert {each.segment_id for each in state.members} == set(by_segment)
         assert all(each.state == "alive" for each in state.members)
         table = state.table
         for slot in table.live():
-            generation = table.generation[slot]
-            if generation in self.history.risen:
+            if table.generation[slot] in self.history.risen:
                 continue
             for place in table.places(slot):
+                generation = table.replica_generation(slot, place)
                 segment = state.members.at(place >> 44)
                 node = by_segment[segment.segment_id]
                 header = node.headers.get((place & ((1 << 44) - 1)) * 64)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sim_run import simulate
 
-from mooncake_py.master import catalog, lifecycle, objects
+from mooncake_py.master import catalog, copies, lifecycle, objects
 from mooncake_py.master.commands import Heartbeat, Remove
 from mooncake_py.master.lifecycle import Event, Promise, State
 from mooncake_py.master.state import CatalogState
@@ -75,4 +75,11 @@ def test_placing_on_nodes_that_have_not_mounted_again(monkeypatch: pytest.Monkey
         return heartbeat(state, command, now_ms)
 
     monkeypatch.setitem(catalog._VERBS, Heartbeat, trusting)
+    assert_found_out("")
+
+
+def test_copies_that_are_committed_for_whoever_is_in_the_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copies, "_lives", lambda state, copy: True)
     assert_found_out("")
