@@ -39,6 +39,19 @@ def extent_bytes(length: int) -> int:
     return -(-size // EXTENT_ALIGN_BYTES) * EXTENT_ALIGN_BYTES
 
 
+_RESERVED = b"\xff"  # no UTF-8 text begins with it
+
+
+def reserved_key(generation: int) -> bytes:
+    """What a reservation of this generation is called until it is committed under a key."""
+    return _RESERVED + generation.to_bytes(8, "little")
+
+
+def is_reserved(key: bytes) -> bool:
+    """Is this no key but the name of a reservation?"""
+    return key.startswith(_RESERVED)
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaPolicy:
     """How many replicas, where, and how long they are protected.
@@ -54,3 +67,6 @@ class ReplicaPolicy:
     soft_pin_ms: int = 0
     hard_pin: bool = False
     ttl_ms: int = 0
+
+
+DEFAULT_POLICY = ReplicaPolicy()

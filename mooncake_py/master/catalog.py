@@ -5,7 +5,7 @@ number, does no I/O and never blocks; the same calls in the same order always de
 the leader, in a standby, after recovery and in the simulator. One thread calls it.
 
     commands.py    what can be asked and what is answered
-    puts.py commits.py reads.py removal.py nodes.py quotas.py tasks.py   the verbs
+    puts.py reservations.py commits.py reads.py removal.py nodes.py quotas.py tasks.py   the verbs
     state.py       the state and the only steps that end an attempt
     lifecycle.py   the table those steps obey
     objects.py tenant.py membership.py allocator.py eviction.py lease.py placement.py   the parts
@@ -30,6 +30,7 @@ from mooncake_py.master import (
     removal,
     repair,
     replay,
+    reservations,
 )
 from mooncake_py.master.commands import (
     Applied,
@@ -48,6 +49,7 @@ from mooncake_py.master.commands import (
     PutStart,
     Remove,
     Report,
+    Reserve,
     SegmentInfo,
     SetQuota,
     Status,
@@ -151,6 +153,11 @@ def _segment_info(segment: Segment) -> SegmentInfo:
     )
 
 
+def _put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
+    apply = reservations.put_end if command.reserved else commits.put_end
+    return apply(state, command, now_ms)
+
+
 _VERBS: dict[type, Callable[[CatalogState, Any, int], Applied]] = {
     Exists: reads.exists,
     Locate: reads.locate,
@@ -162,7 +169,8 @@ _VERBS: dict[type, Callable[[CatalogState, Any, int], Applied]] = {
     Drain: drains.drain,
     Events: lambda state, command, now_ms: events.events(state.events, command),
     PutStart: puts.put_start,
-    PutEnd: commits.put_end,
+    Reserve: reservations.reserve,
+    PutEnd: _put_end,
     PutRevoke: commits.put_revoke,
     Remove: removal.remove,
     Mount: nodes.mount,

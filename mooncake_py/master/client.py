@@ -27,6 +27,7 @@ from mooncake_py.wire.answers import (
     NodeGrant,
     Placements,
     Removed,
+    Reservation,
     Segment,
     Status,
     TaskBatch,
@@ -34,7 +35,7 @@ from mooncake_py.wire.answers import (
 
 __all__ = [
     "Beat", "ClusterInfo", "Grants", "Listing", "MasterClient", "MountedSegment", "NodeGrant",
-    "Placements", "Removed", "Segment", "Status", "TaskBatch",
+    "Placements", "Removed", "Reservation", "Segment", "Status", "TaskBatch",
 ]  # fmt: skip
 
 
@@ -101,6 +102,17 @@ class MasterClient(MasterLink):
             replies.append((start, self._call(lane.PUT_START, request, deadline)))
         return answers.grants(replies)
 
+    def reserve(
+        self, tenant: str, length: int, count: int, *, host_id: str = "", timeout_ms: int
+    ) -> tuple[list[Reservation], int]:
+        """Extents for at most `count` objects of this length that are named at the commit, and how
+        many ms commits of them are accepted. Fewer, or none, when they are not to be had for
+        nothing."""
+        deadline = Deadline(timeout_ms, self._clock)
+        request = answers.reserve_request(tenant, length, count, host_id)
+        reply = self._call(lane.RESERVE, request, deadline)
+        return answers.reservations(reply), reply.lifetime_ms
+
     def put_end(
         self,
         tenant: str,
@@ -108,15 +120,17 @@ class MasterClient(MasterLink):
         generations: Sequence[int],
         *,
         failed: Sequence[tuple[int, int]] = (),
+        reserved: bool = False,
         timeout_ms: int,
     ) -> Status:
-        """Commit. `failed`: (key index, segment id) of replicas that were not sealed."""
+        """Commit. `failed`: (key index, segment id) of replicas that were not sealed. `reserved`:
+        the generations are of reservations, which become these keys, if they are free."""
         deadline = Deadline(timeout_ms, self._clock)
         found = []
         for start, stop in self._parts(keys, deadline):
             mine = [(key - start, segment) for key, segment in failed if start <= key < stop]
             request = answers.put_end_request(
-                tenant, keys[start:stop], generations[start:stop], mine
+                tenant, keys[start:stop], generations[start:stop], mine, reserved
             )
             found.append(self._call(lane.PUT_END, request, deadline).status)
         return answers.join_status(found)

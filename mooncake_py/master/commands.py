@@ -56,6 +56,18 @@ class PutEnd:
     keys: Sequence[bytes]
     generations: Sequence[int]
     failed: Sequence[tuple[int, int]] = ()  # (key index, segment id) not sealed
+    reserved: bool = False  # the generations are of reservations; each gets its key here
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Grants for keys that are named at the commit (reservations.py)."""
+
+    tenant: str
+    length: int  # of every object
+    count: int
+    host_id: str = ""  # of the writer
+    random: int = 0  # 64 random bits for placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +203,8 @@ class Status:
 
 
 Command = (
-    Exists | Locate | PutStart | PutEnd | PutRevoke | Remove | List | Report | SetQuota | Events
-    | CopyObjects | Drain | Mount | Heartbeat | Unmount | Tasks | Tick | Status
+    Exists | Locate | PutStart | Reserve | PutEnd | PutRevoke | Remove | List | Report | SetQuota
+    | Events | CopyObjects | Drain | Mount | Heartbeat | Unmount | Tasks | Tick | Status
 )  # fmt: skip
 
 # --- answers ------------------------------------------------------------------------------------
@@ -235,6 +247,15 @@ class Granted:
     generations: Sequence[int]  # per key, 0 where status is not 0
     segment_ids: Sequence[int]
     rows: Sequence[bytes]  # per entry of segment_ids: EXTENT_ROWs of its grants
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """As many as could be had, perhaps none; generations are in the rows."""
+
+    segment_ids: Sequence[int]
+    rows: Sequence[bytes]  # per entry of segment_ids: EXTENT_ROWs
+    lifetime_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,8 +380,8 @@ class DrainInfo:
 
 
 Reply = (
-    Refused | Statuses | Present | Located | Granted | Listed | Mounted | StatusInfo | Done
-    | EventPage | TaskList | DrainInfo
+    Refused | Statuses | Present | Located | Granted | Reserved | Listed | Mounted | StatusInfo
+    | Done | EventPage | TaskList | DrainInfo
 )  # fmt: skip
 
 # --- effects ------------------------------------------------------------------------------------

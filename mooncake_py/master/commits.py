@@ -44,7 +44,7 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
         grant = writing.get(key)
         generation = generations[i]
         if grant is None or grant[0].first + grant[1] != generation:
-            if not _is_complete(state, tenant, key, generation):
+            if not is_complete(state, tenant, key, generation):
                 status[i] = _EXPIRED
             continue
         put, index = grant
@@ -137,11 +137,11 @@ def put_revoke(state: CatalogState, command: PutRevoke, now_ms: int) -> Applied:
         grant = tenant.writing.get(key)
         if grant is not None and grant[0].first + grant[1] == generations[i]:
             state.end_grant(work, grant, Event.PUT_REVOKE, now_ms)
-        elif _is_complete(state, tenant, key, generations[i]):
+        elif is_complete(state, tenant, key, generations[i]):
             status[i] = _EXISTS
     return work.done(Statuses(bytes(status)), now_ms)
 
 
-def _is_complete(state: CatalogState, tenant: Tenant, key: bytes, generation: int) -> bool:
+def is_complete(state: CatalogState, tenant: Tenant, key: bytes, generation: int) -> bool:
     slot = tenant.complete.get(key)
     return slot is not None and state.table.generation[slot] == generation

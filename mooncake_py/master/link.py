@@ -301,7 +301,8 @@ class MasterLink:
 
     def _parts(self, keys: Sequence[bytes], deadline: Deadline) -> Iterator[tuple[int, int]]:
         """(start, stop) of what fits one message; at least one, so that errors show."""
-        self._follow(lambda: self._ready(deadline), deadline, RECONNECT_MS)
+        if self._info is None:
+            self._follow(lambda: self._ready(deadline), deadline, RECONNECT_MS)
         info = self._info
         count_max = info.batch_max_keys if info else len(keys)
         if len(keys) <= min(count_max, PART_BYTES // KEY_MAX_BYTES):

@@ -67,10 +67,7 @@ def _fault(state: CatalogState, command: PutStart) -> str:
 
 
 def put_start(state: CatalogState, command: PutStart, now_ms: int) -> Applied:
-    fault = _fault(state, command)
-    if fault:
-        return Applied(Refused(_USAGE, fault))
-    tenant = state.tenants.obtain(command.tenant)
+    tenant = _fault(state, command) or state.tenants.obtain(command.tenant)
     if isinstance(tenant, str):
         return Applied(Refused(_USAGE, tenant))
     return _PutStart(state, command, tenant, now_ms).run()
@@ -358,8 +355,10 @@ class _PutStart:
         return ids, [b"".join(each) for each in rows]
 
 
-def grant_fields(state: CatalogState, put: Put, now_ms: int) -> records.GrantFields:
-    """The record of a put."""
+def grant_fields(
+    state: CatalogState, put: Put, now_ms: int, generations: Sequence[int] = ()
+) -> records.GrantFields:
+    """The record of a put. `generations`: unless they are consecutive."""
     ids = {each.index: each.segment_id for each in state.members}
     return records.GrantFields(
         now_ms=now_ms,
@@ -369,7 +368,7 @@ def grant_fields(state: CatalogState, put: Put, now_ms: int) -> records.GrantFie
         ttl_ms=put.ttl_ms,
         hard_pin=put.hard_pin,
         keys=put.keys,
-        generations=range(put.first, put.first + len(put.keys)),
+        generations=generations or range(put.first, put.first + len(put.keys)),
         lengths=put.lengths,
         replicas=list(map(len, put.places)),
         extents=[

@@ -42,6 +42,7 @@ from mooncake_py.master.records import DamagedRecord, GrantFields
 from mooncake_py.master.repair import find_short
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.tenant import Put
+from mooncake_py.model import is_reserved
 
 _RUN = 1024  # objects a snapshot record
 
@@ -384,8 +385,9 @@ def _snapshot_records(state: CatalogState, now_ms: int) -> Iterator[records.Reco
     for tenant in state.tenants:
         if tenant.quota is not None:
             yield quota_fields(tenant)
-        for put, index in tenant.writing.values():
-            yield grant_fields(state, _alone(put, index), now_ms)
+        for key, (put, index) in tenant.writing.items():
+            if not is_reserved(key):  # a reservation ends with its master
+                yield grant_fields(state, _alone(put, index), now_ms)
     yield records.Resting(
         [
             (until, segment_id, start * UNIT_BYTES, units * UNIT_BYTES)

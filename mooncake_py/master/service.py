@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any
 
 from mooncake_py._native import memory
-from mooncake_py._native.pulls import grant_mac
+from mooncake_py._native.pulls import grant_mac, row_macs
 from mooncake_py.errors import InternalError, MooncakeError, VersionMismatch, error_of
 from mooncake_py.master import commands as c
 from mooncake_py.master.catalog import Catalog
@@ -156,6 +156,10 @@ class Service:
                 pairs = zip(reply.segment_ids, reply.rows, strict=True)
                 macs = [self._mac(segment_id, rows) for segment_id, rows in pairs]
                 return convert.granted(reply, term, self._describe(reply.segment_ids), macs)
+            case c.Reserved():
+                pairs = zip(reply.segment_ids, reply.rows, strict=True)
+                macs = [row_macs(each, rows, self.grant_secret(each)) for each, rows in pairs]
+                return convert.reserved(reply, term, self._describe(reply.segment_ids), macs)
             case c.Statuses():
                 return convert.statuses(method, reply, term)
             case _:

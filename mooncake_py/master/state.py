@@ -82,6 +82,7 @@ class CatalogState:
         self.groups = Groups()
         self.events = EventLog(settings.events_max)
         self.open_grants = 0
+        self.reservations: list[Put] = []  # with open ones among them (reservations.py)
         self.hard_pinned_units = 0
         self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
         self.leaving: list[Leaving] = []  # segments that are gone, and not yet forgotten

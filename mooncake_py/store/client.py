@@ -29,6 +29,7 @@ from mooncake_py.errors import (
 )
 from mooncake_py.master.client import MasterClient
 from mooncake_py.model import (
+    DEFAULT_POLICY,
     OBJECT_MAX_BYTES,
     TENANT_MAX_BYTES,
     ReplicaPolicy,
@@ -41,6 +42,7 @@ from mooncake_py.store.get import BatchReader
 from mooncake_py.store.host import host_id
 from mooncake_py.store.put import BatchWriter, PutJob
 from mooncake_py.store.regions import RegisteredMemory
+from mooncake_py.store.reservations import ReservationPool
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.store.session import ReadSession, WriteSession
 from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
@@ -115,7 +117,11 @@ class StoreClient:
         self._reader = BatchReader(self._engine, self._directory, self._master, tenant, self._clock)
         self._views = ViewTaker(self._directory, self._master, tenant, self._clock)
         self._writer = BatchWriter(
-            self._engine, self._directory, self._master, self._nodes, host_id()
+            self._engine,
+            self._directory,
+            self._master,
+            self._nodes,
+            ReservationPool(self._master, tenant, host_id(), self._nodes, self._clock),
         )
         self._calls = CallGate()
 
@@ -126,7 +132,7 @@ class StoreClient:
         key: str,
         value: Any,
         *,
-        policy: ReplicaPolicy = ReplicaPolicy(),
+        policy: ReplicaPolicy = DEFAULT_POLICY,
         timeout_ms: int | None = None,
     ) -> None:
         """Store `value` under `key`, immutable from now on. A value is any contiguous buffer or CPU
@@ -148,7 +154,7 @@ class StoreClient:
         keys: Sequence[str],
         values: Sequence[Any],
         *,
-        policy: ReplicaPolicy = ReplicaPolicy(),
+        policy: ReplicaPolicy = DEFAULT_POLICY,
         groups: Sequence[int] = (),
         timeout_ms: int | None = None,
     ) -> list[PutOutcome]:

@@ -1,4 +1,5 @@
 """A batch put: PutStart, one pull per node, PutEnd. The node copies; this side only says where.
+With reservations at hand (`reservations.py`) there is no PutStart.
 
 Small values ride in the pull message. Values in registered memory are named by its region; others
 are offered as one gather region for the time of the call, so that after it nobody reads the
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +22,22 @@ from mooncake_py._native import ffi
 from mooncake_py._native.offering import Offer, addresses_of
 from mooncake_py.clock import Deadline
 from mooncake_py.errors import InternalError, MooncakeError
-from mooncake_py.master.client import Grants, MasterClient, NodeGrant
-from mooncake_py.model import ReplicaPolicy
+from mooncake_py.master.client import Grants, MasterClient, NodeGrant, Reservation
+from mooncake_py.model import DEFAULT_POLICY, ReplicaPolicy
 from mooncake_py.store.buffers import Pieces
 from mooncake_py.store.regions import RegionBook
+from mooncake_py.store.reservations import ReservationPool
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.transfer import TransferEngine
-from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest
+from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest, reserved_pull
 
 INLINE_VALUE_MAX_BYTES = 16 << 10  # below, copying into the message costs less than a region
 INLINE_BATCH_MAX_BYTES = 64 << 10  # a batch with more is read by the node instead
 _REVOKE_MS = 50  # a put that ran out of time still tries this long to give its space back
+
+_SETTLED = frozenset((errors.OK, errors.ObjectExists.code))
+_ADDRESS = ffi.typeof("uintptr_t")
+_AT_START = np.zeros(1, dtype=np.uint64)
 
 Codes = npt.NDArray[np.int64]
 
@@ -69,6 +76,13 @@ class _Sources:
     inline: bytes = b""
     offer: Offer | None = None  # withdrawn when the call ends
 
+    def __enter__(self) -> _Sources:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.offer is not None:
+            self.offer.close()
+
 
 @dataclass(slots=True)
 class _Part:
@@ -102,23 +116,108 @@ class BatchWriter:
         directory: SegmentDirectory,
         master: MasterClient,
         nodes: Executor,
-        host_id: str,
+        reservations: ReservationPool,
     ) -> None:
         self._engine = engine
         self._directory = directory
         self._master = master
         self._nodes = nodes
-        self._host_id = host_id
+        self._reservations = reservations
         self.regions = RegionBook(engine)
 
     def write(self, job: PutJob) -> list[int]:
         """One code a key, in order. Raises only when the batch as a whole cannot be served."""
+        reserved = self._take_reservations(job)
+        if reserved is None:
+            return self._write_granted(job)
+        codes = self._write_reserved(job, reserved)
+        again = [i for i, code in enumerate(codes) if code not in _SETTLED]
+        if again:
+            self._reservations.clear()
+            for i, code in zip(again, self._write_granted(job.select(again)), strict=True):
+                codes[i] = code
+        return codes
+
+    # --- with reservations ---
+
+    def _take_reservations(self, job: PutJob) -> list[Reservation] | None:
+        """For the plainest puts only: default policy, no groups, one length, no key twice."""
+        count, nbytes = len(job.keys), job.sizes[0]
+        if job.groups or (job.policy is not DEFAULT_POLICY and job.policy != DEFAULT_POLICY):
+            return None
+        if count > 1 and (job.sizes.count(nbytes) != count or len(set(job.keys)) != count):
+            return None
+        return self._reservations.take(nbytes, count)
+
+    def _write_reserved(self, job: PutJob, reserved: Sequence[Reservation]) -> list[int]:
+        """As `write`; codes that are not in _SETTLED mean that nothing was stored."""
+        by_segment: dict[int, list[int]] = {}
+        for i, each in enumerate(reserved):
+            by_segment.setdefault(each.segment.segment_id, []).append(i)
+        parts = list(by_segment.values())
+        codes = [errors.OK] * len(reserved)
+        with self._offer(job) as sources:
+
+            def pull(part: list[int]) -> None:
+                found = self._pull_reserved([reserved[i] for i in part], part, sources, job)
+                for i, code in zip(part, found, strict=True):
+                    codes[i] = code
+
+            others = [self._nodes.submit(pull, part) for part in parts[1:]]
+            try:
+                pull(parts[0])
+            finally:
+                for other in others:
+                    other.result()
+        sealed = [i for i, code in enumerate(codes) if code == errors.OK]
+        if sealed:
+            statuses = self._master.put_end(
+                job.tenant,
+                job.keys if len(sealed) == len(codes) else [job.keys[i] for i in sealed],
+                [reserved[i].generation for i in sealed],
+                reserved=True,
+                timeout_ms=job.deadline.left_ms(),
+            )
+            for i, code in zip(sealed, statuses.tolist(), strict=True):
+                codes[i] = code
+        return codes
+
+    def _pull_reserved(
+        self, reserved: Sequence[Reservation], keys: list[int], sources: _Sources, job: PutJob
+    ) -> Sequence[int]:
+        """One code each; they are of one segment. Never raises for what node or network does."""
+        segment, reach = reserved[0].segment, None
+        offsets = sources.offsets if len(keys) == len(job.keys) else sources.offsets[keys]
+        try:
+            reach = self._directory.reach(segment, job.deadline)
+            left_ms = job.deadline.left_ms()
+            request = reserved_pull(
+                segment.segment_id,
+                b"".join([each.row for each in reserved]),
+                b"".join([each.mac for each in reserved]),
+                sources.region,
+                offsets.tobytes(),
+                sources.inline,
+                left_ms,
+            )
+            reply = PullReply.decode(reach.peer.request(PULL_KIND, request, timeout_ms=left_ms))
+        except MooncakeError as error:
+            if reach is not None and isinstance(error, errors.PeerUnreachable):
+                self._directory.forget(reach)
+            return [error.code] * len(keys)
+        if reply.code != errors.OK or len(reply.status) != len(keys):
+            return [reply.code or InternalError.code] * len(keys)
+        return reply.status
+
+    # --- with grants ---
+
+    def _write_granted(self, job: PutJob) -> list[int]:
         grants = self._master.put_start(
             job.tenant,
             job.keys,
             job.sizes,
             policy=job.policy,
-            host_id=self._host_id,
+            host_id=self._reservations.host_id,
             groups=job.groups,
             timeout_ms=job.deadline.left_ms(),
         )
@@ -130,8 +229,7 @@ class BatchWriter:
     # --- the nodes' part ---
 
     def _pull_all(self, grants: Grants, job: PutJob) -> list[_Part]:
-        sources = self._offer(job)
-        try:
+        with self._offer(job) as sources:
             if len(grants.grants) == 1:
                 return [self._pull(grants.grants[0], sources, job.deadline)]
             futures = [
@@ -140,12 +238,13 @@ class BatchWriter:
             ]
             first = self._pull(grants.grants[0], sources, job.deadline)
             return [first, *(future.result() for future in futures)]
-        finally:
-            if sources.offer is not None:
-                sources.offer.close()
 
     def _offer(self, job: PutJob) -> _Sources:
         pieces = job.pieces
+        if len(job.sizes) == 1 and pieces.ends is None:
+            one = self._offer_one(pieces.pointers[0], job.sizes[0])
+            if one is not None:
+                return one
         sizes = np.array(job.sizes, dtype=np.uint64)
         offsets = np.zeros(len(sizes), dtype=np.uint64)
         np.cumsum(sizes[:-1], out=offsets[1:])
@@ -166,6 +265,16 @@ class BatchWriter:
             addresses, lengths = addresses[filled], lengths[filled]
         offer = Offer(self._engine.native, addresses, lengths)
         return _Sources(offsets, region=offer.id, offer=offer)
+
+    def _offer_one(self, pointer: Any, nbytes: int) -> _Sources | None:
+        """The short way for one value that is small, or lies in registered memory."""
+        if nbytes <= INLINE_VALUE_MAX_BYTES:
+            return _Sources(_AT_START, inline=ffi.buffer(pointer, nbytes)[:])
+        address = int(ffi.cast(_ADDRESS, pointer))
+        region = self.regions.find(address, address + nbytes)
+        if region is None:
+            return None
+        return _Sources(np.array([address - region.address], dtype=np.uint64), region=region.id)
 
     def _pull(self, grant: NodeGrant, sources: _Sources, deadline: Deadline) -> _Part:
         """One code a row of this grant. Never raises for what the node or network does."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from mooncake_py.errors import InternalError, NotLeader, ObjectNotFound
 from mooncake_py.master import commands as c
 from mooncake_py.model import (
+    EXTENT_ROW,
     FAILED_ROW,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -31,6 +32,7 @@ from mooncake_py.wire.rows import COPY, EXTENT, PLACEMENT
 from mooncake_py.wire.v1 import master_pb2 as pb
 
 Status = npt.NDArray[np.uint8]
+_MAC_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,15 @@ class Grants:
     status: Status
     generations: npt.NDArray[np.uint64]
     grants: Sequence[NodeGrant]
+
+
+class Reservation(NamedTuple):
+    """An extent for an object that is named at the commit. `row` and `mac` go to the node."""
+
+    segment: Segment
+    row: bytes
+    mac: bytes
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +207,16 @@ def put_end_request(
     keys: Sequence[bytes],
     generations: Sequence[int],
     failed: Sequence[tuple[int, int]],
+    reserved: bool = False,
 ) -> Message:
     rows = b"".join(FAILED_ROW.pack(key, 0, segment) for key, segment in failed)
-    return pb.PutEndRequest(tenant=tenant, keys=keys, generations=generations, failed=rows)
+    return pb.PutEndRequest(
+        tenant=tenant, keys=keys, generations=generations, failed=rows, reserved=reserved
+    )
+
+
+def reserve_request(tenant: str, length: int, count: int, host_id: str) -> Message:
+    return pb.ReserveRequest(tenant=tenant, length=length, count=count, host_id=host_id)
 
 
 def put_revoke_request(tenant: str, keys: Sequence[bytes], generations: Sequence[int]) -> Message:
@@ -385,6 +403,18 @@ def grants(replies: Sequence[tuple[int, pb.PutStartReply]]) -> Grants:
     return Grants(
         join_status([reply.status for _, reply in replies]), np.concatenate(generations), found
     )
+
+
+def reservations(reply: pb.ReserveReply) -> list[Reservation]:
+    segments = [_segment(message) for message in reply.segments]
+    found = []
+    for grant in reply.grants:
+        segment, rows, macs = segments[grant.segment_index], grant.rows, grant.mac
+        for number, fields in enumerate(EXTENT_ROW.iter_unpack(rows)):
+            row = rows[number * EXTENT_ROW.size : (number + 1) * EXTENT_ROW.size]
+            mac = macs[number * _MAC_BYTES : (number + 1) * _MAC_BYTES]
+            found.append(Reservation(segment, row, mac, fields[4]))
+    return found
 
 
 def removed(replies: Sequence[pb.RemoveReply]) -> Removed:

@@ -26,6 +26,7 @@ from mooncake_py.model import (
     TASK_DONE_ROW,
     TENANT_MAX_BYTES,
     ReplicaPolicy,
+    is_reserved,
 )
 from mooncake_py.wire.lane import Method
 from mooncake_py.wire.v1 import master_pb2 as pb
@@ -71,6 +72,12 @@ def _keys(request: Any) -> list[bytes]:
     return keys
 
 
+def _real(keys: list[bytes]) -> list[bytes]:
+    if any(map(is_reserved, keys)):
+        raise UsageError("a key begins with the byte 0xFF, as no UTF-8 text does")
+    return keys
+
+
 def _aligned(name: str, values: Sequence[Any], keys: Sequence[bytes]) -> list[Any]:
     if len(values) != len(keys):
         raise UsageError(f"{len(values)} {name} for {len(keys)} keys")
@@ -92,7 +99,7 @@ def _locate(r: pb.LocateRequest, edge: Edge) -> c.Locate:
 
 
 def _put_start(r: pb.PutStartRequest, edge: Edge) -> c.PutStart:
-    tenant, keys = _tenant(r), _keys(r)
+    tenant, keys = _tenant(r), _real(_keys(r))
     lengths = _aligned("lengths", r.lengths, keys)
     if lengths and max(lengths) > OBJECT_MAX_BYTES:
         raise UsageError(f"an object is longer than {OBJECT_MAX_BYTES} bytes")
@@ -111,6 +118,10 @@ def _put_start(r: pb.PutStartRequest, edge: Edge) -> c.PutStart:
     )
 
 
+def _reserve(r: pb.ReserveRequest, edge: Edge) -> c.Reserve:
+    return c.Reserve(_tenant(r), r.length, r.count, r.host_id, edge.random())
+
+
 def _put_end(r: pb.PutEndRequest, edge: Edge) -> c.PutEnd:
     keys = _keys(r)
     if len(r.failed) % FAILED_ROW.size:
@@ -118,7 +129,8 @@ def _put_end(r: pb.PutEndRequest, edge: Edge) -> c.PutEnd:
     failed = [(key, segment) for key, _, segment in FAILED_ROW.iter_unpack(r.failed)]
     if any(key >= len(keys) for key, _ in failed):
         raise UsageError("failed: a row's key_index is outside the batch")
-    return c.PutEnd(_tenant(r), keys, _aligned("generations", r.generations, keys), failed)
+    generations = _aligned("generations", r.generations, keys)
+    return c.PutEnd(_tenant(r), _real(keys), generations, failed, r.reserved)
 
 
 def _put_revoke(r: pb.PutRevokeRequest, edge: Edge) -> c.PutRevoke:
@@ -198,6 +210,7 @@ _COMMANDS: dict[int, Callable[[Any, Edge], c.Command]] = {
     pb.LANE_EXISTS: _exists,
     pb.LANE_LOCATE: _locate,
     pb.LANE_PUT_START: _put_start,
+    pb.LANE_RESERVE: _reserve,
     pb.LANE_PUT_END: _put_end,
     pb.LANE_PUT_REVOKE: _put_revoke,
     pb.LANE_REMOVE: _remove,
@@ -287,6 +300,19 @@ def granted(
         generations=answer.generations,
         segments=segments,
         grants=grants,
+    ).SerializeToString()
+
+
+def reserved(
+    answer: c.Reserved, term: int, segments: list[pb.Segment], macs: Sequence[bytes]
+) -> bytes:
+    """`macs`: one entry a segment, 16 bytes a row of it."""
+    grants = [
+        pb.NodeGrant(segment_index=index, rows=rows, mac=mac)
+        for index, (rows, mac) in enumerate(zip(answer.rows, macs, strict=True))
+    ]
+    return pb.ReserveReply(
+        outcome=_ok(term), segments=segments, grants=grants, lifetime_ms=answer.lifetime_ms
     ).SerializeToString()
 
 

@@ -46,6 +46,7 @@ PUT_START = Method(
     pb.LANE_PUT_START, "PutStart", pb.PutStartRequest, pb.PutStartReply,
     changes=True, repeatable=False,
 )  # fmt: skip
+RESERVE = Method(pb.LANE_RESERVE, "Reserve", pb.ReserveRequest, pb.ReserveReply, changes=True)
 PUT_END = Method(pb.LANE_PUT_END, "PutEnd", pb.PutEndRequest, pb.PutEndReply, changes=True)
 PUT_REVOKE = Method(pb.LANE_PUT_REVOKE, "PutRevoke", pb.PutRevokeRequest, pb.PutRevokeReply)
 REMOVE = Method(pb.LANE_REMOVE, "Remove", pb.RemoveRequest, pb.RemoveReply, changes=True)
@@ -68,6 +69,6 @@ DRAIN = Method(pb.LANE_DRAIN, "Drain", pb.DrainRequest, pb.DrainReply)
 METHODS = (
     CONNECT, EXISTS, LOCATE, PUT_START, PUT_END, PUT_REVOKE, REMOVE, LIST, REPORT, MOUNT,
     HEARTBEAT, UNMOUNT, STATUS, SET_QUOTA, EVENTS, TASKS, COPY,
-    DRAIN,
+    DRAIN, RESERVE,
 )  # fmt: skip
 BY_NUMBER = {method.number: method for method in METHODS}

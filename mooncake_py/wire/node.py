@@ -15,6 +15,7 @@ PULL_KIND: int = node_pb2.NODE_PULL
 HOLD_KIND: int = node_pb2.NODE_HOLD
 
 _ROW_BYTES = 64
+_ROW_MACS = 1  # MC_PULL_ROW_MACS
 _HEAD = struct.Struct("<Q16sIIII")  # mc_pull_head
 _CODE = struct.Struct("<I")
 
@@ -37,6 +38,21 @@ class PullRequest:
         count = len(self.rows) // _ROW_BYTES
         head = _HEAD.pack(self.segment_id, self.mac, count, self.region, self.timeout_ms, 0)
         return b"".join((head, self.rows, self.sources, self.inline_values))
+
+
+def reserved_pull(  # noqa: PLR0913, PLR0917  (the fields of the message)
+    segment_id: int,
+    rows: bytes,
+    macs: bytes,
+    region: int,
+    sources: bytes,
+    inline_values: bytes,
+    timeout_ms: int,
+) -> bytes:
+    """A pull of reservations, each row with a mac of its own."""
+    count = len(rows) // _ROW_BYTES
+    head = _HEAD.pack(segment_id, b"", count, region, timeout_ms, _ROW_MACS)
+    return b"".join((head, rows, sources, macs, inline_values))
 
 
 @dataclass(frozen=True, slots=True)

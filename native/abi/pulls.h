@@ -2,8 +2,8 @@
  * answered in here. Bare declarations: read by cffi and by native/include/mooncake/mooncake.h.
  *
  * A request is mc_pull_head, then row_count rows, then one little-endian uint64_t a row (where its
- * value lies, in `region` of the sender or, when that is 0, in the inline bytes), then the inline
- * bytes. A reply is a uint32_t code (of errors.py); with code 0 one byte a row follows, such a code
+ * value lies, in `region` of the sender or, when that is 0, in the inline bytes), then macs if the
+ * flags say so, then the inline bytes. A reply is a uint32_t code (of errors.py); with code 0 one byte a row follows, such a code
  * too; else the cause in words.
  *
  * Nothing of a request is believed but what the mac covers: the rows, and with them offsets,
@@ -16,7 +16,8 @@ typedef struct mc_pull_head {
     uint32_t row_count;
     uint32_t region;      /* of the sender's engine; 0: the values are inline */
     uint32_t timeout_ms;  /* how long the client will wait */
-    uint32_t reserved;
+    uint32_t flags;       /* MC_PULL_ROW_MACS: the mac here is not looked at, each row has its own,
+                             over segment_id and that row; they follow the places of the values */
 } mc_pull_head;
 
 typedef struct mc_pulls mc_pulls;

@@ -25,6 +25,7 @@ LANE_EVENTS: int
 LANE_TASKS: int
 LANE_COPY: int
 LANE_DRAIN: int
+LANE_RESERVE: int
 
 class Outcome(Message):
     code: int
@@ -210,11 +211,40 @@ class NodeGrant(Message):
         mac: bytes | None = ...,
     ) -> None: ...
 
+class ReserveRequest(Message):
+    tenant: str
+    length: int
+    count: int
+    host_id: str
+    def __init__(
+        self,
+        *,
+        tenant: str | None = ...,
+        length: int | None = ...,
+        count: int | None = ...,
+        host_id: str | None = ...,
+    ) -> None: ...
+
+class ReserveReply(Message):
+    outcome: Outcome
+    segments: RepeatedCompositeFieldContainer[Segment]
+    grants: RepeatedCompositeFieldContainer[NodeGrant]
+    lifetime_ms: int
+    def __init__(
+        self,
+        *,
+        outcome: Outcome | None = ...,
+        segments: Iterable[Segment] | None = ...,
+        grants: Iterable[NodeGrant] | None = ...,
+        lifetime_ms: int | None = ...,
+    ) -> None: ...
+
 class PutEndRequest(Message):
     tenant: str
     keys: RepeatedScalarFieldContainer[bytes]
     generations: RepeatedScalarFieldContainer[int]
     failed: bytes
+    reserved: bool
     def __init__(
         self,
         *,
@@ -222,6 +252,7 @@ class PutEndRequest(Message):
         keys: Iterable[bytes] | None = ...,
         generations: Iterable[int] | None = ...,
         failed: bytes | None = ...,
+        reserved: bool | None = ...,
     ) -> None: ...
 
 class PutEndReply(Message):

@@ -27,6 +27,7 @@ constexpr uint32_t kPullMaxMs = 600'000;  // a client's wish; its grant usually 
 constexpr uint32_t kCodeUsage = -MC_E_USAGE, kCodeExpired = -MC_E_LEASE_EXPIRED;
 constexpr uint32_t kCodeAccess = -MC_E_ACCESS, kCodeMemory = -MC_E_OUT_OF_SPACE;
 constexpr uint32_t kCodeDraining = -MC_E_DRAINING;
+constexpr uint64_t kMacBytes = sizeof(mc_pull_head{}.mac);
 constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
 struct Mount {
@@ -40,14 +41,17 @@ struct Request {
   mc_pull_head head;
   const mc_extent_row* rows;
   const uint64_t* sources;
+  const uint8_t* macs;  // of single rows, or null
   const uint8_t* values;
   uint64_t values_nbytes;
 };
 
 bool parse(const mc_message& message, Request* out) {
-  constexpr uint64_t per_row = sizeof(mc_extent_row) + sizeof(uint64_t);
   if (message.nbytes < sizeof out->head) return false;
   std::memcpy(&out->head, message.data, sizeof out->head);
+  const bool row_macs = (out->head.flags & MC_PULL_ROW_MACS) != 0;
+  const uint64_t named = sizeof(mc_extent_row) + sizeof(uint64_t);
+  const uint64_t per_row = named + (row_macs ? kMacBytes : 0);
   const uint64_t rest = message.nbytes - sizeof out->head;
   const uint64_t count = out->head.row_count;
   if (rest / per_row < count) return false;
@@ -55,22 +59,38 @@ bool parse(const mc_message& message, Request* out) {
   const uint8_t* at = message.data + sizeof out->head;
   out->rows = reinterpret_cast<const mc_extent_row*>(at);
   out->sources = reinterpret_cast<const uint64_t*>(at + count * sizeof(mc_extent_row));
+  out->macs = row_macs ? at + count * named : nullptr;
   out->values = at + count * per_row;
   out->values_nbytes = rest - count * per_row;
   return true;
 }
 
-bool signed_by(const Mount& mount, const Request& request) {
-  const uint64_t nbytes = request.head.row_count * sizeof(mc_extent_row);
-  std::vector<uint8_t> text(sizeof(uint64_t) + nbytes);
-  std::memcpy(text.data(), &request.head.segment_id, sizeof(uint64_t));
-  std::memcpy(text.data() + sizeof(uint64_t), request.rows, nbytes);
-  const uint64_t end = text.size();
-  uint8_t expected[16];
-  mc_digest(text.data(), &end, 1, mount.secret, expected);
+bool same_mac(const uint8_t* one, const uint8_t* other) {
   uint8_t differ = 0;  // in constant time: a mac must not be guessed byte by byte
-  for (size_t i = 0; i < sizeof expected; i++) differ |= expected[i] ^ request.head.mac[i];
+  for (uint64_t i = 0; i < kMacBytes; i++) differ |= one[i] ^ other[i];
   return differ == 0;
+}
+
+bool signed_by(const Mount& mount, const Request& request) {
+  const uint64_t count = request.head.row_count;
+  const uint64_t rows_at_once = request.macs == nullptr ? count : 1;
+  std::vector<uint8_t> text(sizeof(uint64_t) + rows_at_once * sizeof(mc_extent_row));
+  std::memcpy(text.data(), &request.head.segment_id, sizeof(uint64_t));
+  const uint64_t end = text.size();
+  uint8_t expected[kMacBytes];
+  if (request.macs == nullptr) {
+    if (count > 0) {
+      std::memcpy(text.data() + sizeof(uint64_t), request.rows, count * sizeof(mc_extent_row));
+    }
+    mc_digest(text.data(), &end, 1, mount.secret, expected);
+    return same_mac(expected, request.head.mac);
+  }
+  for (uint64_t i = 0; i < count; i++) {
+    std::memcpy(text.data() + sizeof(uint64_t), request.rows + i, sizeof(mc_extent_row));
+    mc_digest(text.data(), &end, 1, mount.secret, expected);
+    if (!same_mac(expected, request.macs + i * kMacBytes)) return false;
+  }
+  return true;
 }
 
 void answer(std::vector<uint8_t>* reply, uint32_t code, const char* cause) {
