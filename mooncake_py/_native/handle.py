@@ -44,9 +44,15 @@ class Handle:
             if self._closed:
                 return
             self._closed = True
+        failure: Exception | None = None
         for child in list(self._children):
-            child.close()
+            try:
+                child.close()
+            except Exception as error:  # the others, and this one, end all the same
+                failure = failure or error
         self._end()
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> Self:
         return self

@@ -54,10 +54,17 @@ def _pieces_of(buffers: list[Registrable], writable: bool) -> tuple[Any, list[An
     return pieces, keep, fd
 
 
+# Memory that could not be taken back: somebody may still write there, so it is never freed.
+_kept: dict[int, list[Any]] = {}
+
+
 def _deregister(engine: Any, region_id: int, keep: list[Any]) -> int:
     """Other failures than TIMEOUT mean that the engine is gone, or was opened before a fork."""
     status = int(lib.mc_region_deregister(engine, region_id, DEREGISTER_MS))
-    if status != lib.MC_E_TIMEOUT:  # then something may still write there
+    if status == lib.MC_E_TIMEOUT:
+        _kept[id(keep)] = keep
+    else:
+        _kept.pop(id(keep), None)
         keep.clear()
     return status
 
@@ -66,7 +73,9 @@ class Region(Handle):
     """Registered memory. Close it, or its engine, to take it back; made by `register`.
 
     The buffers are held (and a bytearray cannot be resized) until it is closed. After `close`
-    returned nothing is written into them and peers are refused.
+    returned nothing is written into them and peers are refused. When it raises TransferTimeout, a
+    copy has not ended (a peer on this host is held up in the middle of one): the buffers are held
+    on, and `close` may be called again.
     """
 
     def __init__(
@@ -93,9 +102,12 @@ class Region(Handle):
         self.address = int(pieces[0].address) if buffers else 0
         self.access = access
         self._end_with(_deregister, engine.native, self.id, keep)
+        self._again = (engine.native, self.id, keep)
 
     def _end(self) -> None:
-        status = self._finalizer()
+        alive = self._finalizer.alive
+        status = self._finalizer() if alive else _deregister(*self._again)
         self._engine._forget(self)
         if status == lib.MC_E_TIMEOUT:
+            self._closed = False
             raise failure(status, "deregister", region=self.id)

@@ -37,7 +37,8 @@ const char *mc_last_error(void); /* this thread's last failure in words; never n
 
 /* One or more pieces of memory under one id, addressed as if they lay one after the other.
  * fd: memfd whose byte 0 is at pieces[0].address when there is exactly one piece, else -1: a
- * peer on this host may then map it (read-only unless access has MC_ACCESS_REMOTE_WRITE).
+ * peer on this host may then map it (read-only unless access has MC_ACCESS_REMOTE_WRITE and the
+ * peer's process may trace this one: design/remote-write.md).
  * The id is never re-used within an engine. Exactly the same single range again: same id, and
  * one more deregister needed. Any other overlap is MC_E_USAGE with both ranges in the words.
  * access is MC_ACCESS_REMOTE_READ, with or without MC_ACCESS_REMOTE_WRITE, and
@@ -52,7 +53,9 @@ typedef struct mc_piece {
 int32_t mc_region_register(mc_engine *engine, const mc_piece *pieces, uint64_t n, uint32_t access,
                            int32_t fd, uint32_t *out_region);
 /* After it returned, nothing is written into the memory through this engine any more, and
- * every later remote access is refused. Waits for or cuts what is in flight. */
+ * every later remote access is refused. Waits for or cuts what is in flight. MC_E_TIMEOUT: a copy
+ * into it has not ended (a peer's on this host that gets no time to run): the memory must be kept,
+ * and the call may be made again, also after the engine was shut down. */
 int32_t mc_region_deregister(mc_engine *engine, uint32_t region, uint32_t timeout_ms);
 
 /* ---- peers ------------------------------------------------------------------------------------ */

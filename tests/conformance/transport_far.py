@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ class Far:
         self.regions: dict[int, Any] = {}
         self.serving = True
         self.batch: Any = None
+        self.writer: Any = None
 
     def serve(self) -> None:
         while self.serving:
@@ -138,6 +140,25 @@ class Far:
         slices["op"], slices["region"], slices["length"] = 2, region, nbytes
         slices["local"] = address_of(self.memory[source][0][1])[0]
         self.batch = self.engine.submit(self.engine.peer(message.peer_id), slices, timeout_ms=5_000)
+
+    def do_write_for_ever(self, message: Message, region: int, source: int, nbytes: int) -> None:
+        """Write from a region of ours into one of whoever sent this, until that fails."""
+        slices = make_slices(1)
+        slices["region"], slices["length"] = region, nbytes
+        slices["local"] = address_of(self.memory[source][0][1])[0]
+        peer = self.engine.peer(message.peer_id)
+
+        def write() -> None:
+            with suppress(MooncakeError):
+                while True:
+                    self.engine.write(peer, slices, timeout_ms=5_000)
+
+        self.writer = threading.Thread(target=write)
+        self.writer.start()
+
+    def do_writer_ended(self, _: Message) -> bool:
+        self.writer.join(5)
+        return not self.writer.is_alive()
 
     def do_describe(self, _: Message) -> dict[str, Any]:
         return self.engine.describe()

@@ -49,7 +49,7 @@ def assert_well(cluster: Cluster) -> None:
 def hostile(seed: int) -> Iterator[bytes]:
     """Noise, the beginnings of real protocols with noise behind them, lengths of all ones."""
     source = random.Random(seed)
-    starts = (b"", b"MCET\x01\0\0\0\x01\0\0\0", HTTP2, b"GET /metrics HTTP/1.1\r\n")
+    starts = (b"", b"MCET\x02\0\0\0\x01\0\0\0", HTTP2, b"GET /metrics HTTP/1.1\r\n")
     for turn in range(60):
         noise = source.randbytes(source.randrange(1, 3_000))
         ones = b"\xff" * source.randrange(1, 3_000)

@@ -57,7 +57,7 @@ def one_slice(region: int, target: np.ndarray) -> np.ndarray:
 def outcome(here: TransferEngine, peer: Peer, region: int) -> str:
     target = np.zeros(NBYTES, np.uint8)
     try:
-        here.read(peer, one_slice(region, target), timeout_ms=30)
+        here.read(peer, one_slice(region, target), timeout_ms=100)
     except MooncakeError as error:
         return type(error).__name__
     return "right" if (target == 0x55).all() else "corrupt"

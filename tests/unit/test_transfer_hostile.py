@@ -24,7 +24,7 @@ FRAME_FORMAT = struct.Struct("<IHHQIIQ")
 
 def hello(step: int, **other: int) -> bytes:
     return HELLO_FORMAT.pack(
-        other.get("magic", MAGIC), other.get("major", 1), 0, step, 0, os.urandom(16), b"", b"", 0,
+        other.get("magic", MAGIC), other.get("major", 2), 0, step, 0, os.urandom(16), b"", b"", 0,
         TCP, 1 << 20, 0, other.get("choice", 0), 0, 0, b"", b"",
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_a29_another_protocol_version_is_named_to_both() -> None:
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with TransferEngine() as engine, pytest.raises(VersionMismatch, match=r"1\.0.*9\.0"):
+    with TransferEngine() as engine, pytest.raises(VersionMismatch, match=r"2\.0.*9\.0"):
         engine.open(f"127.0.0.1:{port}", timeout_ms=MS)
     thread.join()
     listener.close()
@@ -136,7 +136,7 @@ def test_a29_a_caller_of_another_version_gets_our_version(engine: TransferEngine
     sock = dial(engine)
     sock.sendall(hello(HELLO, major=9))
     answer = HELLO_FORMAT.unpack(take(sock, HELLO_FORMAT.size))
-    assert answer[:2] == (MAGIC, 1)
+    assert answer[:2] == (MAGIC, 2)
     assert answer[4] == -VersionMismatch.code
     assert is_cut(sock)
     assert refused(engine) == 1

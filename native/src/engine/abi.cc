@@ -163,9 +163,11 @@ int32_t mc_region_register(mc_engine* engine, const mc_piece* pieces, uint64_t n
 }
 
 int32_t mc_region_deregister(mc_engine* engine, uint32_t region, uint32_t timeout_ms) {
-  return call(engine, [&](Engine& core) {
+  const int32_t status = call(engine, [&](Engine& core) {
     return core.deregister(region, Deadline::in_ms(timeout_ms));
   });
+  if (status != MC_E_CANCELLED || engine->core->is_quiet(region)) return status;
+  return fail(MC_E_TIMEOUT, "a copy in region %u has not ended: keep its memory", region);
 }
 
 // ---- peers

@@ -16,6 +16,7 @@ namespace {
 constexpr uint64_t kStrangersMax = 1024;  // connections that are not peers yet
 constexpr size_t kLostMax = 64;
 constexpr uint64_t kWindowMin = 64 << 10, kWindowMax = 1 << 20;
+constexpr uint64_t kOutsideMs = 1'000;  // a peer's copy that runs ends in microseconds
 constexpr uint64_t kLeaveMs = 10'000;  // a caller that does not leave by then is our bug
 
 std::mutex registry_mutex;
@@ -128,6 +129,9 @@ void Engine::shutdown() {
     calls_left_.wait_for(lock, std::chrono::milliseconds(kLeaveMs), [this] { return calls_ == 0; });
   }
   executor_.stop();
+  const Deadline leave = Deadline::in_ms(kOutsideMs);
+  for (const auto& region : regions_.all()) region->revoke();
+  for (const auto& region : regions_.all()) (void)region->wait_quiet(leave);
   loop_.stop();
   for (;;) {  // peers that were taken in while we closed
     std::shared_ptr<Peer> late;
@@ -314,19 +318,35 @@ int32_t Engine::receive(Deadline deadline, Received* out) {
 
 int32_t Engine::deregister(uint32_t id, Deadline deadline) {
   std::shared_ptr<Region> region;
-  if (const int32_t status = regions_.drop(id, &region); status != MC_OK) return status;
-  if (!region) return MC_OK;
-  region->revoke();
   std::vector<std::shared_ptr<Peer>> peers;
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [peer_id, peer] : peers_) peers.push_back(peer);
+    const auto left = leaving_.find(id);
+    if (left != leaving_.end()) region = left->second;  // once more
+  }
+  if (!region) {
+    if (const int32_t status = regions_.drop(id, &region); status != MC_OK) return status;
+    if (!region) return MC_OK;
+    region->revoke();
   }
   for (const auto& peer : peers) peer->endpoint->forget(region);
   for (const auto& peer : peers) peer->endpoint->wait_forgotten(*region, deadline);
-  return region->wait_quiet(deadline)
-             ? MC_OK
-             : fail(MC_E_TIMEOUT, "a copy in region %u did not end in time", id);
+  const bool quiet = region->wait_quiet(deadline);
+  const std::lock_guard lock(mutex_);
+  if (quiet) {
+    leaving_.erase(id);
+    return MC_OK;
+  }
+  leaving_[id] = std::move(region);
+  return fail(MC_E_TIMEOUT, "a copy in region %u did not end in time: keep its memory", id);
+}
+
+bool Engine::is_quiet(uint32_t id) {
+  const std::shared_ptr<Region> region = regions_.find(id);
+  const std::lock_guard lock(mutex_);
+  const auto left = leaving_.find(id);
+  return (!region || region->quiet()) && (left == leaving_.end() || left->second->quiet());
 }
 
 void Engine::track(const std::shared_ptr<Batch>& batch, const std::shared_ptr<Endpoint>& endpoint) {

@@ -72,6 +72,8 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   // MC_E_PEER_UNREACHABLE with the reason once it is gone.
   int32_t find_peer(uint64_t id, std::shared_ptr<Peer>* out);
   int32_t deregister(uint32_t region, Deadline deadline);
+  // Nothing is written any more into a region that is being deregistered. Also after shutdown().
+  bool is_quiet(uint32_t id);
   int32_t request(uint64_t peer, const MessageHead& head, const void* data, Deadline deadline,
                   RequestTable::Waiter* out);
 
@@ -150,6 +152,7 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   std::unordered_map<const Batch*, std::pair<std::weak_ptr<Batch>, std::weak_ptr<Endpoint>>>
       batches_;
   std::map<Token, std::weak_ptr<StreamEndpoint>> sessions_;
+  std::map<uint32_t, std::shared_ptr<Region>> leaving_;  // deregistered, and a copy still runs
 };
 
 // Engines of this process by incarnation: the proof of "same process".

@@ -73,7 +73,27 @@ bool Region::pin() {
 
 void Region::unpin() { state_.fetch_sub(1, std::memory_order_acq_rel); }
 
-void Region::revoke() { state_.fetch_or(kRevoked, std::memory_order_acq_rel); }
+bool Region::add_writer(std::shared_ptr<OutsideWriter> writer) {
+  const std::lock_guard lock(writers_mutex_);
+  std::erase_if(writers_, [](const auto& old) { return old->withdrawn() && old->quiet(); });
+  writers_.push_back(std::move(writer));  // also a late one: it may have begun
+  if (alive()) return true;
+  writers_.back()->withdraw();
+  return false;
+}
+
+void Region::revoke() {
+  const std::lock_guard lock(writers_mutex_);
+  state_.fetch_or(kRevoked, std::memory_order_acq_rel);
+  for (const auto& writer : writers_) writer->withdraw();
+}
+
+bool Region::quiet() const {
+  if ((state_.load(std::memory_order_acquire) & ~kRevoked) != 0) return false;
+  const std::lock_guard lock(writers_mutex_);
+  return std::all_of(writers_.begin(), writers_.end(),
+                     [](const auto& writer) { return writer->quiet(); });
+}
 
 bool Region::wait_quiet(Deadline deadline) const {
   const timespec pause{0, 20'000};  // pins span one copy; nobody pays for a wake-up on each unpin

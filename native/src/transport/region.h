@@ -22,6 +22,15 @@
 
 namespace mc {
 
+// Somebody outside this process who may write into a region by itself. Thread-safe.
+class OutsideWriter {
+ public:
+  virtual ~OutsideWriter() = default;
+  virtual void withdraw() = 0;     // nothing new begins
+  virtual bool quiet() const = 0;  // after withdraw(): nothing is written any more
+  virtual bool withdrawn() const = 0;
+};
+
 class Region {
  public:
   Region(uint32_t id, std::vector<mc_piece> pieces, uint32_t access, Fd fd);
@@ -41,9 +50,11 @@ class Region {
   bool pin();
   void unpin();
   bool alive() const { return (state_.load(std::memory_order_acquire) & kRevoked) == 0; }
-  // Refuse new pins from now on; quiet() once the old ones are gone.
+  // False, and `writer` was told to withdraw: the region is revoked.
+  bool add_writer(std::shared_ptr<OutsideWriter> writer);
+  // Refuse new pins from now on; quiet() once the old ones, and the writers outside, are gone.
   void revoke();
-  bool quiet() const { return (state_.load(std::memory_order_acquire) & ~kRevoked) == 0; }
+  bool quiet() const;
   // False: pins are left at the deadline.
   bool wait_quiet(Deadline deadline) const;
 
@@ -59,6 +70,8 @@ class Region {
   const uint32_t access_;
   const Fd fd_;
   std::atomic<uint32_t> state_{0};  // number of pins, and kRevoked
+  mutable std::mutex writers_mutex_;
+  std::vector<std::shared_ptr<OutsideWriter>> writers_;
 };
 
 class Pin {

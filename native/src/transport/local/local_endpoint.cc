@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/crc.h"
+#include "transport/copy.h"
 
 namespace mc {
 namespace {
@@ -95,7 +96,7 @@ int32_t LocalEndpoint::move(const Part& part, uint32_t* out_crc) {
     if (part.crc) {
       crc = crc32c_concat(crc, mc_copy_crc32c(to, from, piece.iov_len), piece.iov_len);
     } else {
-      mc_copy(to, from, piece.iov_len);
+      copy_bytes(to, from, piece.iov_len);
     }
     local += piece.iov_len;
   }

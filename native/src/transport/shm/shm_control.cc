@@ -1,7 +1,10 @@
 // What the two sides tell each other: which regions there are, that they are gone, what to pull.
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cstring>
 
+#include "transport/shm/guarded_copy.h"
 #include "transport/shm/shm_endpoint.h"
 
 namespace mc {
@@ -85,6 +88,8 @@ bool ShmEndpoint::other_frame_on_progress(Connection& from, const FrameHead& hea
       return true;
     case FrameType::kRegion:
       return learn_on_progress(from, head, bytes);
+    case FrameType::kGate:
+      return join_gate_on_progress(from);
     case FrameType::kRevoked:
       let_go_on_progress(from, head.a);
       return true;
@@ -131,13 +136,55 @@ void ShmEndpoint::answer_query_on_progress(Connection& from, const FrameHead& he
   memcpy(body.data(), &info, sizeof info);
   if (fits) memcpy(body.data() + sizeof info, pieces.data(), body.size() - sizeof info);
   answer.nbytes = static_cast<uint32_t>(body.size());
-  Fd passed;
-  if (region->fd() >= 0) {
-    passed = reopen_read_only(region->fd());
-    if (passed) answer.c = kRegionHasFd;
-  }
+  Fd passed = file_for_peer(from, region, &answer.c);
   (void)from.out().send(answer, body.data(), OutQueue::Room::kAlways, Deadline(),
                         std::move(passed));
+}
+
+// The memfd of a region, if it has one: for writing when the peer may do that by itself.
+Fd ShmEndpoint::file_for_peer(Connection& from, const std::shared_ptr<Region>& region,
+                              uint64_t* out_flags) {
+  if (region->fd() < 0) return Fd();
+  const bool trusted = ties_.it_reads && process_ != nullptr;
+  if (trusted && (region->access() & MC_ACCESS_REMOTE_WRITE) != 0) {
+    std::shared_ptr<GateKeeper> keeper;
+    {
+      const std::lock_guard lock(mutex_);
+      keeper = keeper_;
+    }
+    Fd page;
+    if (!keeper && !gate_failed_) {  // queries come one after the other
+      const std::shared_ptr<Gate> gate = Gate::make(&page);
+      gate_failed_ = gate == nullptr;
+      if (gate) keeper = std::make_shared<GateKeeper>(gate, process_);
+    }
+    if (page) {
+      const std::lock_guard lock(mutex_);
+      keeper_ = keeper;
+      if (is_closed()) keeper->close();
+      FrameHead head;
+      head.type = FrameType::kGate;
+      (void)from.out().send(head, nullptr, OutQueue::Room::kAlways, Deadline(), std::move(page));
+    }
+    const int32_t slot = keeper ? keeper->admit(region) : -1;
+    Fd file(slot >= 0 ? fcntl(region->fd(), F_DUPFD_CLOEXEC, 3) : -1);
+    if (file) {
+      *out_flags = kRegionHasFd | kRegionWritable | static_cast<uint64_t>(slot) << kRegionSlotShift;
+      return file;
+    }
+  }
+  Fd file = reopen_read_only(region->fd());
+  if (file) *out_flags = kRegionHasFd;
+  return file;
+}
+
+bool ShmEndpoint::join_gate_on_progress(Connection& from) {
+  const Fd page = from.take_fd();
+  std::shared_ptr<Gate> gate = can_copy_guarded() ? Gate::join(page) : nullptr;
+  const std::lock_guard lock(mutex_);
+  if (gate_) return false;  // it comes once
+  gate_ = std::move(gate);
+  return true;
 }
 
 bool ShmEndpoint::learn_on_progress(Connection& from, const FrameHead& head,
@@ -158,8 +205,14 @@ bool ShmEndpoint::learn_on_progress(Connection& from, const FrameHead& head,
       if (__builtin_add_overflow(sum, piece.nbytes, &sum)) return false;
     }
     if (info.piece_count > 0 && sum != info.nbytes) return false;
-    region = std::make_shared<RemoteRegion>(head.a, std::move(pieces),
-                                            info.access & kRemoteAccess, std::move(fd));
+    std::shared_ptr<GateSlot> slot;
+    if (const uint64_t i = head.c >> kRegionSlotShift; (head.c & kRegionWritable) != 0) {
+      if (i >= kGateSlots) return false;
+      const std::lock_guard lock(mutex_);
+      if (gate_) slot = {gate_, &gate_->slot(static_cast<uint32_t>(i))};
+    }
+    region = std::make_shared<RemoteRegion>(head.a, std::move(pieces), info.access & kRemoteAccess,
+                                            std::move(fd), std::move(slot));
   }
   const std::lock_guard lock(mutex_);
   const auto found = queries_.find(head.tag);
@@ -238,6 +291,7 @@ void ShmEndpoint::closed(const Failure& why) {
   Regions regions;
   {
     const std::lock_guard lock(mutex_);
+    if (keeper_) keeper_->close();
     queries.swap(queries_);
     forgetting.swap(forgetting_);
     regions.swap(regions_);

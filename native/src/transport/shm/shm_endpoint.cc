@@ -1,9 +1,9 @@
 #include "transport/shm/shm_endpoint.h"
 
-#include <poll.h>
-
 #include <algorithm>
 #include <cstring>
+
+#include "transport/copy.h"
 
 namespace mc {
 namespace {
@@ -15,10 +15,13 @@ constexpr uint64_t kInlineMax = 256 << 10;  // of an asynchronous batch, copied 
 }  // namespace
 
 ShmEndpoint::ShmEndpoint(Host& host, Introduction peer, StreamLimits limits, ShmTies ties)
-    : StreamEndpoint(host, std::move(peer), limits, "shm"), ties_(std::move(ties)) {}
+    : StreamEndpoint(host, std::move(peer), limits, "shm"),
+      ties_(std::move(ties)),
+      process_(ties_.pidfd ? std::make_shared<PeerProcess>(ties_.pid, std::move(ties_.pidfd))
+                           : nullptr) {}
 
 std::string ShmEndpoint::reason() const {
-  std::string text = "shm: shared memory proven";
+  std::string text = "shm: shared memory proven; memfds are mapped";
   text += ties_.we_read ? "; memory that is not a memfd by process_vm_readv"
                         : "; memory that is not a memfd through the socket (" + ties_.why_not + ")";
   if (!ties_.it_reads) text += "; writes through the socket";
@@ -28,6 +31,7 @@ std::string ShmEndpoint::reason() const {
 EndpointNumbers ShmEndpoint::numbers() const {
   EndpointNumbers sum = StreamEndpoint::numbers();
   sum.bytes_in += direct_in_ + pulled_in_;
+  sum.bytes_out += direct_out_;
   return sum;
 }
 
@@ -72,18 +76,24 @@ int32_t ShmEndpoint::resolve(uint32_t id, Deadline deadline, std::shared_ptr<Rem
   return MC_OK;
 }
 
-bool ShmEndpoint::reachable(RemoteRegion& region, bool may_map) {
-  if (region.mapped() != nullptr) return true;
-  if (region.mappable()) return may_map ? region.map() != nullptr || ties_.we_read : false;
-  return ties_.we_read;
+bool ShmEndpoint::reachable(RemoteRegion& region, uint32_t op, bool may_map) {
+  if (region.mapped() == nullptr && region.mappable()) {
+    if (!may_map) return false;
+    (void)region.map();
+  }
+  if (op == MC_OP_WRITE) return region.writable();
+  return region.mapped() != nullptr || ties_.we_read;
 }
 
-// True: every slice of the batch is a read of a region in *out that can be reached directly.
+// True: every slice of the batch is of a region in *out and can be copied from here.
 bool ShmEndpoint::gather_regions(const Batch& batch, bool blocking, Regions* out) {
   for (uint64_t i = 0; i < batch.count(); ++i) {
     const mc_slice& slice = batch.slice(i);
-    if (slice.op != MC_OP_READ) return false;
-    if (!out->empty() && out->contains(slice.region)) continue;
+    const auto found = out->find(slice.region);
+    if (found != out->end()) {
+      if (slice.op == MC_OP_READ || found->second->writable()) continue;
+      return false;
+    }
     std::shared_ptr<RemoteRegion> region;
     if (blocking) {
       if (resolve(slice.region, batch.deadline(), &region) != MC_OK) return false;
@@ -94,8 +104,8 @@ bool ShmEndpoint::gather_regions(const Batch& batch, bool blocking, Regions* out
         return false;
       }
     }
-    if (!reachable(*region, blocking)) {
-      if (!blocking && region->mappable()) host().executor().run([region] { region->map(); });
+    if (!reachable(*region, slice.op, blocking)) {
+      if (!blocking && region->mapped() == nullptr && region->mappable()) host().executor().run([region] { region->map(); });
       return false;
     }
     out->emplace(slice.region, std::move(region));
@@ -103,7 +113,7 @@ bool ShmEndpoint::gather_regions(const Batch& batch, bool blocking, Regions* out
   return true;
 }
 
-// ---- reads -------------------------------------------------------------------------------------
+// ---- one-sided -------------------------------------------------------------------------------------
 
 void ShmEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
   Regions regions;
@@ -148,17 +158,11 @@ bool ShmEndpoint::copy_group(const std::shared_ptr<Batch>& batch, const Regions&
     const Part& part = group[i];
     RemoteRegion& region = *regions.at(part.region);
     const Pin& pin = pins.try_emplace(part.region, region.shape()).first->second;
-    if (!pin || !pin->allows(MC_ACCESS_REMOTE_READ, part.remote_offset, part.length)) continue;
-    const uint8_t* base = region.mapped();
-    if (base == nullptr) {
-      by_process.push_back(i);
-      continue;
-    }
-    const auto from = reinterpret_cast<uint64_t>(base) + part.remote_offset;
-    if (part.crc) results[i].crc = mc_copy_crc32c(part.local, from, part.length);
-    else mc_copy(part.local, from, part.length);
-    results[i].status = MC_OK;
-    direct_in_ += part.length;
+    const uint32_t access =
+        part.op == MC_OP_READ ? MC_ACCESS_REMOTE_READ : MC_ACCESS_REMOTE_WRITE;
+    if (!pin || !pin->allows(access, part.remote_offset, part.length)) continue;
+    if (region.mapped() == nullptr) by_process.push_back(i);
+    else results[i] = copy_mapped(region, part);
   }
   if (!by_process.empty()) copy_by_process(regions, group, by_process, &results);
   pins.clear();
@@ -176,6 +180,24 @@ bool ShmEndpoint::copy_group(const std::shared_ptr<Batch>& batch, const Regions&
     batch->finish(MC_E_TIMEOUT, "the deadline passed during the copy");
   }
   return false;
+}
+
+ShmEndpoint::Result ShmEndpoint::copy_mapped(RemoteRegion& region, const Part& part) {
+  Result result;
+  if (part.op == MC_OP_WRITE) {
+    result.status = region.write(part.remote_offset, part.local, part.length);
+    if (result.status == MC_OK) direct_out_ += part.length;
+    if (part.crc) {
+      result.crc = mc_crc32c(reinterpret_cast<const void*>(part.local), part.length, 0);
+    }
+    return result;
+  }
+  const auto from = reinterpret_cast<uint64_t>(region.mapped()) + part.remote_offset;
+  if (part.crc) result.crc = mc_copy_crc32c(part.local, from, part.length);
+  else copy_bytes(part.local, from, part.length);
+  result.status = MC_OK;
+  direct_in_ += part.length;
+  return result;
 }
 
 void ShmEndpoint::copy_by_process(const Regions& regions, const std::vector<Part>& group,
@@ -234,11 +256,7 @@ int32_t ShmEndpoint::read_memory(std::span<const iovec> here, std::span<const io
   return MC_OK;
 }
 
-bool ShmEndpoint::process_lives() const {
-  if (!ties_.we_read) return true;
-  pollfd ended{ties_.pidfd.get(), POLLIN, 0};
-  return poll(&ended, 1, 0) == 0;
-}
+bool ShmEndpoint::process_lives() const { return !process_ || process_->lives(); }
 
 int32_t ShmEndpoint::map(uint32_t id, Deadline deadline, uint64_t* out_address,
                          uint64_t* out_nbytes) {

@@ -176,6 +176,7 @@ Connection::Body Connection::begin_on_progress(const FrameHead& head) {
     case FrameType::kRevoked:
     case FrameType::kRevokedAck:
     case FrameType::kCredit:
+    case FrameType::kGate:
       return head.nbytes == 0 ? Body::kInline : Body::kBad;
   }
   return Body::kBad;

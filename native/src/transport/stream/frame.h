@@ -18,11 +18,14 @@
 //   revoked_ack  -            region   -        -         -
 //   credit       -            -        -        bytes     -
 //   cancel       -            count    -        -         count x tag (kEntriesMax)
+//   gate         -            -        -        -         -
 //
 // read asks for parts; each is answered by one data frame, in any order, straight from memory.
 // write carries a part; it is answered by done. pull asks the owner to fetch a part by itself
 // (shm); answered by done. query / region: what a region of the peer looks like; flag 1 of region:
-// its memfd came along. revoked: that knowledge is void; the ack says that nobody uses it now.
+// its memfd came along; flag 2: it may be written through that, by the rules of shm/gate.h, in the
+// slot whose number is in the flags from bit 8 on. gate: the memfd of that page comes along, once
+// and before the first such region. revoked: that knowledge is void; the ack says that nobody uses it now.
 //
 // credit: messages are sent while those on their way, or received and not yet taken by the
 // program, sum up to less than the receiver's window (told in its Hello; each counts message_cost).
@@ -36,7 +39,7 @@ namespace mc {
 
 enum class FrameType : uint16_t {
   kMessage = 1, kReply, kRead, kData, kWrite, kPull, kDone, kQuery, kRegion, kRevoked, kRevokedAck,
-  kCredit, kCancel,
+  kCredit, kCancel, kGate,
 };
 
 struct FrameHead {
@@ -72,7 +75,8 @@ static_assert(sizeof(RegionInfo) == 16);
 // What a message counts in windows and queues: its bytes and what it takes to keep them.
 constexpr uint64_t message_cost(uint32_t nbytes) { return uint64_t{nbytes} + 64; }
 
-inline constexpr uint32_t kWriteCrc = 1, kRegionHasFd = 1;
+inline constexpr uint32_t kWriteCrc = 1, kRegionHasFd = 1, kRegionWritable = 2,
+                          kRegionSlotShift = 8;
 
 inline constexpr uint32_t kPartMax = 1 << 20;        // a stream part: bounds what a cut leaves over
 inline constexpr uint64_t kPullMax = 8 << 20;        // a part the owner pulls
