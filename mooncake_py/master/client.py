@@ -27,7 +27,7 @@ from mooncake_py.wire.answers import (
     NodeGrant,
     Placements,
     Removed,
-    Reservation,
+    Reservations,
     Segment,
     Status,
     TaskBatch,
@@ -35,7 +35,7 @@ from mooncake_py.wire.answers import (
 
 __all__ = [
     "Beat", "ClusterInfo", "Grants", "Listing", "MasterClient", "MountedSegment", "NodeGrant",
-    "Placements", "Removed", "Reservation", "Segment", "Status", "TaskBatch",
+    "Placements", "Removed", "Reservations", "Segment", "Status", "TaskBatch",
 ]  # fmt: skip
 
 
@@ -104,7 +104,7 @@ class MasterClient(MasterLink):
 
     def reserve(
         self, tenant: str, length: int, count: int, *, host_id: str = "", timeout_ms: int
-    ) -> tuple[list[Reservation], int]:
+    ) -> tuple[list[Reservations], int]:
         """Extents for at most `count` objects of this length that are named at the commit, and how
         many ms commits of them are accepted. Fewer, or none, when they are not to be had for
         nothing."""

@@ -93,6 +93,9 @@ class Inbox:
             self._nbytes -= len(call.payload)
             return call
 
+    def empty(self) -> bool:
+        return not (self._normal or self._urgent)
+
     def depth(self) -> tuple[int, int]:
         """Waiting (urgent, normal) calls."""
         return len(self._urgent), len(self._normal)

@@ -101,6 +101,7 @@ class Owner:
         self._gate = gate
         self._inbox = Inbox(limits)
         self._asleep = False
+        self._rounds = 0
         self._stopping = False
         self._round_ms = clock.now_ms()
         self._next_tick_ms = self._round_ms
@@ -161,22 +162,28 @@ class Owner:
                 self._next_tick_ms = self._clock.now_ms() + DEFECT_PAUSE_MS
 
     def _round(self) -> None:
-        self._take_from_source(0, LANE_BURST)
-        call = self._inbox.take()
+        """With nothing in the inbox the next call of the source is served as it comes. Only now and
+        then everything that waits there is fetched, so that urgent calls find their queue."""
+        self._rounds += 1
+        if self._rounds % LANE_BURST and self._inbox.empty() and not self._stopping:
+            call = self._wait()
+        else:
+            self._take_from_source(0, LANE_BURST)
+            call = self._inbox.take()
         if call is not None:
             self._serve(call)
-        elif not self._stopping:
-            self._wait()
         self._tick_if_due()
 
-    def _wait(self) -> None:
+    def _wait(self) -> Call | None:
         """Sleep until a call comes or a tick is due. `asleep` is set before the inbox is looked
         at once more, so that no call can slip in between unheard."""
         self._asleep = True
-        if self._inbox.depth() == (0, 0) and not self._stopping:
+        call = None
+        if self._inbox.empty() and not self._stopping:
             left_ms = self._next_tick_ms - self._clock.now_ms()
-            self._take_from_source(max(1, min(left_ms, self._limits.tick_ms)), 1)
+            call = self._source.receive(max(1, min(left_ms, self._limits.tick_ms)))
         self._asleep = False
+        return call
 
     def _take_from_source(self, timeout_ms: int, count: int) -> None:
         for _ in range(count):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from mooncake_py._native import ffi
 from mooncake_py._native.offering import Offer, addresses_of
 from mooncake_py.clock import Deadline
 from mooncake_py.errors import InternalError, MooncakeError
-from mooncake_py.master.client import Grants, MasterClient, NodeGrant, Reservation
+from mooncake_py.master.client import Grants, MasterClient, NodeGrant, Reservations
 from mooncake_py.model import DEFAULT_POLICY, ReplicaPolicy
 from mooncake_py.store.buffers import Pieces
 from mooncake_py.store.regions import RegionBook
@@ -140,7 +141,7 @@ class BatchWriter:
 
     # --- with reservations ---
 
-    def _take_reservations(self, job: PutJob) -> list[Reservation] | None:
+    def _take_reservations(self, job: PutJob) -> list[Reservations] | None:
         """For the plainest puts only: default policy, no groups, one length, no key twice."""
         count, nbytes = len(job.keys), job.sizes[0]
         if job.groups or (job.policy is not DEFAULT_POLICY and job.policy != DEFAULT_POLICY):
@@ -149,52 +150,46 @@ class BatchWriter:
             return None
         return self._reservations.take(nbytes, count)
 
-    def _write_reserved(self, job: PutJob, reserved: Sequence[Reservation]) -> list[int]:
-        """As `write`; codes that are not in _SETTLED mean that nothing was stored."""
-        by_segment: dict[int, list[int]] = {}
-        for i, each in enumerate(reserved):
-            by_segment.setdefault(each.segment.segment_id, []).append(i)
-        parts = list(by_segment.values())
-        codes = [errors.OK] * len(reserved)
+    def _write_reserved(self, job: PutJob, runs: Sequence[Reservations]) -> list[int]:
+        """As `write`; codes that are not in _SETTLED mean that nothing was stored. The first run
+        is for the first keys, and so on."""
+        starts = [0, *accumulate(run.row_count for run in runs)]
         with self._offer(job) as sources:
-
-            def pull(part: list[int]) -> None:
-                found = self._pull_reserved([reserved[i] for i in part], part, sources, job)
-                for i, code in zip(part, found, strict=True):
-                    codes[i] = code
-
-            others = [self._nodes.submit(pull, part) for part in parts[1:]]
-            try:
-                pull(parts[0])
-            finally:
-                for other in others:
-                    other.result()
-        sealed = [i for i, code in enumerate(codes) if code == errors.OK]
-        if sealed:
+            others = [
+                self._nodes.submit(self._pull_reserved, run, start, sources, job)
+                for run, start in zip(runs[1:], starts[1:], strict=False)
+            ]
+            codes = list(self._pull_reserved(runs[0], 0, sources, job))
+            for other in others:
+                codes += other.result()
+        generations = [each for run in runs for each in run.generations()]
+        keys = job.keys
+        sealed = list(range(len(codes)))
+        if any(codes):
+            sealed = [i for i, code in enumerate(codes) if code == errors.OK]
+            keys = [keys[i] for i in sealed]
+            generations = [generations[i] for i in sealed]
+        if keys:
             statuses = self._master.put_end(
-                job.tenant,
-                job.keys if len(sealed) == len(codes) else [job.keys[i] for i in sealed],
-                [reserved[i].generation for i in sealed],
-                reserved=True,
-                timeout_ms=job.deadline.left_ms(),
+                job.tenant, keys, generations, reserved=True, timeout_ms=job.deadline.left_ms()
             )
             for i, code in zip(sealed, statuses.tolist(), strict=True):
                 codes[i] = code
         return codes
 
     def _pull_reserved(
-        self, reserved: Sequence[Reservation], keys: list[int], sources: _Sources, job: PutJob
+        self, run: Reservations, start: int, sources: _Sources, job: PutJob
     ) -> Sequence[int]:
-        """One code each; they are of one segment. Never raises for what node or network does."""
-        segment, reach = reserved[0].segment, None
-        offsets = sources.offsets if len(keys) == len(job.keys) else sources.offsets[keys]
+        """One code each. `start`: of the first key. Never raises for what node or network does."""
+        segment, reach, count = run.segment, None, run.row_count
+        offsets = sources.offsets[start : start + count]
         try:
             reach = self._directory.reach(segment, job.deadline)
             left_ms = job.deadline.left_ms()
             request = reserved_pull(
                 segment.segment_id,
-                b"".join([each.row for each in reserved]),
-                b"".join([each.mac for each in reserved]),
+                run.rows,
+                run.macs,
                 sources.region,
                 offsets.tobytes(),
                 sources.inline,
@@ -204,9 +199,9 @@ class BatchWriter:
         except MooncakeError as error:
             if reach is not None and isinstance(error, errors.PeerUnreachable):
                 self._directory.forget(reach)
-            return [error.code] * len(keys)
-        if reply.code != errors.OK or len(reply.status) != len(keys):
-            return [reply.code or InternalError.code] * len(keys)
+            return [error.code] * count
+        if reply.code != errors.OK or len(reply.status) != count:
+            return [reply.code or InternalError.code] * count
         return reply.status
 
     # --- with grants ---

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from mooncake_py.clock import Clock
 from mooncake_py.errors import MooncakeError
-from mooncake_py.master.client import MasterClient, Reservation
+from mooncake_py.master.client import MasterClient, Reservations
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,23 @@ _CALL_MS = 2_000
 
 
 @dataclass(slots=True)
+class _Lot:
+    """What one call of the master brought for one segment; `used` of it are gone."""
+
+    until_ms: int
+    whole: Reservations
+    used: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.whole.row_count - self.used
+
+
+@dataclass(slots=True)
 class _Stock:
     nbytes: int
-    ready: deque[tuple[int, Reservation]] = field(default_factory=deque)  # usable until ms
+    lots: deque[_Lot] = field(default_factory=deque)  # oldest first
+    count: int = 0  # in all of them
     target: int = COUNT_MIN
     used_ms: int = 0
     pause_until_ms: int = 0
@@ -45,6 +59,21 @@ class _Stock:
 
 def _most(nbytes: int) -> int:
     return max(1, BYTES_MAX // max(1, nbytes))
+
+
+def _pick(stock: _Stock, count: int) -> list[Reservations]:
+    """There are as many."""
+    stock.count -= count
+    taken = []
+    while count:
+        lot = stock.lots[0]
+        stop = min(lot.used + count, lot.whole.row_count)
+        taken.append(lot.whole.cut(lot.used, stop))
+        count -= stop - lot.used
+        lot.used = stop
+        if not lot.left:
+            stock.lots.popleft()
+    return taken
 
 
 class ReservationPool:
@@ -59,9 +88,9 @@ class ReservationPool:
         self._lock = threading.Lock()
         self._stocks: OrderedDict[int, _Stock] = OrderedDict()
 
-    def take(self, nbytes: int, count: int) -> list[Reservation] | None:
-        """`count` of them, or None: there are not so many. Either way more are on their way, if
-        that is worth it."""
+    def take(self, nbytes: int, count: int) -> list[Reservations] | None:
+        """`count` of them, in runs, or None: there are not so many. Either way more are on their
+        way, if that is worth it."""
         if count > COUNT_MAX or nbytes * count > BYTES_MAX:
             return None
         now_ms = self._clock.now_ms()
@@ -73,9 +102,8 @@ class ReservationPool:
             again = now_ms - stock.used_ms < _INTEREST_MS
             stock.used_ms = now_ms
             self._drop_old(stock, now_ms)
-            ready = stock.ready
-            taken = [ready.popleft()[1] for _ in range(count)] if len(ready) >= count else None
-            if again and not stock.filling and len(ready) < max(count, stock.target // 2):
+            taken = _pick(stock, count) if stock.count >= count else None
+            if again and not stock.filling and stock.count < max(count, stock.target // 2):
                 if taken is None and stock.target >= count:
                     stock.target = min(2 * stock.target, COUNT_MAX, _most(nbytes))
                 stock.target = max(stock.target, count)
@@ -86,7 +114,8 @@ class ReservationPool:
         """None is good any more: another master leads, or a node is gone."""
         with self._lock:
             for stock in self._stocks.values():
-                stock.ready.clear()
+                stock.lots.clear()
+                stock.count = 0
 
     # --- under the lock ---
 
@@ -98,10 +127,10 @@ class ReservationPool:
 
     @staticmethod
     def _drop_old(stock: _Stock, now_ms: int) -> None:
-        before = len(stock.ready)
-        while stock.ready and stock.ready[0][0] <= now_ms:
-            stock.ready.popleft()
-        if len(stock.ready) < before:
+        before = stock.count
+        while stock.lots and stock.lots[0].until_ms <= now_ms:
+            stock.count -= stock.lots.popleft().left
+        if stock.count < before:
             stock.target = max(1, stock.target // 2)
 
     def _refill(self, stock: _Stock, now_ms: int) -> None:
@@ -110,7 +139,7 @@ class ReservationPool:
         stock.filling = True
         self._stocks.move_to_end(stock.nbytes)
         try:
-            self._executor.submit(self._fetch, stock, stock.target - len(stock.ready))
+            self._executor.submit(self._fetch, stock, stock.target - stock.count)
         except RuntimeError:
             return  # the client is being closed
 
@@ -118,7 +147,7 @@ class ReservationPool:
 
     def _fetch(self, stock: _Stock, count: int) -> None:
         asked_ms = self._clock.now_ms()
-        found: list[Reservation] = []
+        found: list[Reservations] = []
         lifetime_ms = 0
         try:
             found, lifetime_ms = self._master.reserve(
@@ -129,6 +158,8 @@ class ReservationPool:
         until_ms = asked_ms + lifetime_ms * 3 // 4  # the rest is for the put itself
         with self._lock:
             stock.filling = False
-            stock.ready.extend((until_ms, each) for each in found)
-            if len(found) < count:
+            stock.lots.extend(_Lot(until_ms, each) for each in found)
+            fetched = sum(each.row_count for each in found)
+            stock.count += fetched
+            if fetched < count:
                 stock.pause_until_ms = self._clock.now_ms() + _PAUSE_MS

@@ -98,13 +98,25 @@ class Grants:
     grants: Sequence[NodeGrant]
 
 
-class Reservation(NamedTuple):
-    """An extent for an object that is named at the commit. `row` and `mac` go to the node."""
+class Reservations(NamedTuple):
+    """Extents of one segment for objects that are named at the commit: EXTENT rows, and for each a
+    mac of 16 bytes; both go to the node. `cut` counts rows."""
 
     segment: Segment
-    row: bytes
-    mac: bytes
-    generation: int
+    rows: bytes
+    macs: bytes
+
+    @property
+    def row_count(self) -> int:
+        return len(self.rows) // EXTENT_ROW.size
+
+    def cut(self, start: int, stop: int) -> Reservations:
+        rows = self.rows[start * EXTENT_ROW.size : stop * EXTENT_ROW.size]
+        return Reservations(self.segment, rows, self.macs[start * _MAC_BYTES : stop * _MAC_BYTES])
+
+    def generations(self) -> list[int]:
+        found: list[int] = np.frombuffer(self.rows, EXTENT)["generation"].tolist()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,16 +417,11 @@ def grants(replies: Sequence[tuple[int, pb.PutStartReply]]) -> Grants:
     )
 
 
-def reservations(reply: pb.ReserveReply) -> list[Reservation]:
+def reservations(reply: pb.ReserveReply) -> list[Reservations]:
     segments = [_segment(message) for message in reply.segments]
-    found = []
-    for grant in reply.grants:
-        segment, rows, macs = segments[grant.segment_index], grant.rows, grant.mac
-        for number, fields in enumerate(EXTENT_ROW.iter_unpack(rows)):
-            row = rows[number * EXTENT_ROW.size : (number + 1) * EXTENT_ROW.size]
-            mac = macs[number * _MAC_BYTES : (number + 1) * _MAC_BYTES]
-            found.append(Reservation(segment, row, mac, fields[4]))
-    return found
+    return [
+        Reservations(segments[grant.segment_index], grant.rows, grant.mac) for grant in reply.grants
+    ]
 
 
 def removed(replies: Sequence[pb.RemoveReply]) -> Removed:

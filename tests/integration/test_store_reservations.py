@@ -93,10 +93,10 @@ def test_a42_reservations_of_a_master_that_is_gone_are_replaced(fresh_cluster: C
 def test_a34_a_reservation_is_for_its_extent_only(cluster: Cluster) -> None:
     with TransferEngine() as engine, closing(MasterClient(cluster.address)) as master:
         found, lifetime_ms = master.reserve("default", 1000, 4, timeout_ms=5000)
-        assert len(found) == 4
+        assert sum(each.row_count for each in found) == 4
         assert lifetime_ms > 0
-        first = found[0]
-        second = next(each for each in found[1:] if each.segment == first.segment)
+        run = next(each for each in found if each.row_count > 1)
+        first, second = run.cut(0, 1), run.cut(1, 2)
         peer = engine.open(first.segment.address, timeout_ms=5000)
 
         def pull(row: bytes, mac: bytes) -> PullReply:
@@ -105,13 +105,13 @@ def test_a34_a_reservation_is_for_its_extent_only(cluster: Cluster) -> None:
             )
             return PullReply.decode(peer.request(PULL_KIND, request, timeout_ms=5000))
 
-        assert pull(first.row, second.mac).code == AccessRefused.code
-        assert pull(first.row, bytes(16)).code == AccessRefused.code
-        assert pull(bytes(64), first.mac).code == AccessRefused.code
-        assert pull(first.row + second.row, first.mac + first.mac).code != 0
-        assert pull(first.row, first.mac).status == b"\0"
+        assert pull(first.rows, second.macs).code == AccessRefused.code
+        assert pull(first.rows, bytes(16)).code == AccessRefused.code
+        assert pull(bytes(64), first.macs).code == AccessRefused.code
+        assert pull(first.rows + second.rows, first.macs + first.macs).code != 0
+        assert pull(first.rows, first.macs).status == b"\0"
         status = master.put_end(
-            "default", [b"named"], [first.generation], reserved=True, timeout_ms=5000
+            "default", [b"named"], first.generations(), reserved=True, timeout_ms=5000
         )
         assert status.tolist() == [0]
         with pytest.raises(UsageError):
