@@ -38,7 +38,7 @@ class Offer:
                 engine,
                 ffi.from_buffer(_PIECES, pieces),
                 len(pieces),
-                lib.MC_ACCESS_REMOTE_READ,
+                lib.MC_ACCESS_REMOTE_READ | lib.MC_ACCESS_GATHERED,
                 -1,
                 out,
             ),

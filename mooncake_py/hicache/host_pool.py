@@ -94,6 +94,16 @@ def buffers_of(pool: Any) -> list[Piece]:
     return joined
 
 
+def descriptor_of(pool: Any, address: int) -> int:
+    """The memfd that begins at this address, when the pool was allocated as one ("allocator":
+    "shm"), or -1. Of a pool of several allocations only the first is known."""
+    fd = getattr(pool, "fd", None)
+    kv_buffer: Any = getattr(pool, "kv_buffer", None)
+    if not isinstance(fd, int) or fd < 0 or not hasattr(kv_buffer, "data_ptr"):
+        return -1
+    return fd if int(kv_buffer.data_ptr()) == address else -1
+
+
 class HostPool:
     """One pool: geometry found by asking about one page. Thread-safe, as far as the pool is."""
 

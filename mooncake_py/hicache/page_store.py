@@ -125,9 +125,10 @@ class PageStore:
 
         return self._try("clear", remove, 0)
 
-    def register(self, buffer: Any) -> RegisteredMemory:
-        """Memory that values and targets lie in. Raises UsageError."""
-        return self._client.register(buffer)
+    def register(self, buffer: Any, fd: int = -1) -> RegisteredMemory:
+        """Memory that values and targets lie in; fd: of a memfd that begins with it. Raises
+        UsageError."""
+        return self._client.register(buffer, fd=fd)
 
     def close(self) -> None:
         """Let running calls end and release everything. Twice is fine."""

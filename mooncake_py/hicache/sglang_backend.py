@@ -37,6 +37,7 @@ from mooncake_py.hicache.host_pool import (
     Arenas,
     HostPool,
     buffers_of,
+    descriptor_of,
     flat_bytes,
     is_rank_sharded,
 )
@@ -165,8 +166,8 @@ class HiCacheBackend(kinds.HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         with self._lock:
             for address, nbytes in buffers_of(pool):
                 view = self._arenas.add(address, nbytes)
-                if view is not None and host.piece_count == 1:
-                    self._store.register(view)
+                if view is not None:
+                    self._store.register(view, descriptor_of(pool, address))
             self._pools[name] = _Pool(host, formats, shards)
 
     def _refuse_unreadable(self, name: str, sharded: bool) -> None:

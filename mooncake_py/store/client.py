@@ -162,8 +162,7 @@ class StoreClient:
         error that `put` would raise. One key's failure changes nothing for the others. Keys that
         find no space, or whose node is gone, are tried again until the deadline.
 
-        groups: a number a key; keys of this call with the same number above 0 are useless without
-        each other. They become visible together, and when one ends, so do the others."""
+        groups: a number a key; keys with the same one above 0 become visible, and end, together."""
         if len(keys) != len(values):
             raise UsageError("one value a key", keys=len(keys), values=len(values))
         if groups and len(groups) != len(keys):
@@ -176,8 +175,8 @@ class StoreClient:
         if max(sizes) > OBJECT_MAX_BYTES:
             raise UsageError(f"an object has at most {OBJECT_MAX_BYTES} bytes", nbytes=max(sizes))
         with self._calls:
-            deadline = self._deadline(timeout_ms)
-            job = PutJob(self._tenant, names, pieces, sizes, policy, deadline, groups)
+            until = self._deadline(timeout_ms)
+            job = PutJob(self._tenant, names, pieces, sizes, policy, until, groups)
             try:
                 codes = self._writer.write(job)
                 self._put_again(job, codes)
@@ -353,9 +352,7 @@ class StoreClient:
     # --- sessions and explanations ---
 
     @overload
-    def session(
-        self, keys: Sequence[str], *, sizes: None = None, timeout_ms: int | None = None
-    ) -> ReadSession: ...
+    def session(self, keys: Sequence[str], *, timeout_ms: int | None = None) -> ReadSession: ...
 
     @overload
     def session(
@@ -397,11 +394,12 @@ class StoreClient:
 
     # --- memory ---
 
-    def register(self, buffer: Any) -> RegisteredMemory:
+    def register(self, buffer: Any, *, fd: int = -1) -> RegisteredMemory:
         """Make memory known once. Values that are slices of it (memoryviews, numpy or torch views)
-        are then put without being registered for each call. Raises UsageError."""
+        are then put without being registered for each call. fd: of a memfd that begins with the
+        buffer, for nodes on this host. Raises UsageError."""
         with self._calls:
-            return self._writer.regions.register(buffer)
+            return self._writer.regions.register(buffer, fd)
 
     def alloc(self, nbytes: int) -> RegisteredMemory:
         """New registered memory that nodes on this host map: what is put from it is copied once,

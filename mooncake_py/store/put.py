@@ -1,10 +1,9 @@
 """A batch put: PutStart, one pull per node, PutEnd. The node copies; this side only says where.
 With reservations at hand (`reservations.py`) there is no PutStart.
 
-Small values ride in the pull message. Values in registered memory are named by its region; others
-are offered as one gather region for the time of the call, so that after it nobody reads the
-caller's memory any more. Whatever happens to one key never touches the others:
-a key ends committed, or revoked with the reason.
+What a node is told about the values' memory is decided in `store/sources.py`. Whatever happens to
+one key never touches the others: a key ends committed, or revoked with the reason. Only keys of a
+group end together.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mooncake_py import errors
-from mooncake_py._native import ffi
-from mooncake_py._native.offering import Offer, addresses_of
 from mooncake_py.clock import Deadline
 from mooncake_py.errors import InternalError, MooncakeError
 from mooncake_py.master.client import Grants, MasterClient, NodeGrant, Reservations
@@ -29,16 +25,13 @@ from mooncake_py.store.buffers import Pieces
 from mooncake_py.store.regions import RegionBook
 from mooncake_py.store.reservations import ReservationPool
 from mooncake_py.store.segments import SegmentDirectory
+from mooncake_py.store.sources import Sources, sources_of
 from mooncake_py.transfer import TransferEngine
-from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest, reserved_pull
+from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest
 
-INLINE_VALUE_MAX_BYTES = 16 << 10  # below, copying into the message costs less than a region
-INLINE_BATCH_MAX_BYTES = 64 << 10  # a batch with more is read by the node instead
 _REVOKE_MS = 50  # a put that ran out of time still tries this long to give its space back
 
 _SETTLED = frozenset((errors.OK, errors.ObjectExists.code))
-_ADDRESS = ffi.typeof("uintptr_t")
-_AT_START = np.zeros(1, dtype=np.uint64)
 
 Codes = npt.NDArray[np.int64]
 
@@ -66,23 +59,6 @@ class PutJob:
             self.deadline,
             [self.groups[i] for i in which] if self.groups else (),
         )
-
-
-@dataclass(slots=True)
-class _Sources:
-    """Where a node finds value i: at `offsets[i]` of a region, or of the inline bytes."""
-
-    offsets: npt.NDArray[np.uint64]
-    region: int = 0
-    inline: bytes = b""
-    offer: Offer | None = None  # withdrawn when the call ends
-
-    def __enter__(self) -> _Sources:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.offer is not None:
-            self.offer.close()
 
 
 @dataclass(slots=True)
@@ -154,7 +130,7 @@ class BatchWriter:
         """As `write`; codes that are not in _SETTLED mean that nothing was stored. The first run
         is for the first keys, and so on."""
         starts = [0, *accumulate(run.row_count for run in runs)]
-        with self._offer(job) as sources:
+        with sources_of(job.pieces, job.sizes, self.regions, self._engine) as sources:
             others = [
                 self._nodes.submit(self._pull_reserved, run, start, sources, job)
                 for run, start in zip(runs[1:], starts[1:], strict=False)
@@ -178,23 +154,25 @@ class BatchWriter:
         return codes
 
     def _pull_reserved(
-        self, run: Reservations, start: int, sources: _Sources, job: PutJob
+        self, run: Reservations, start: int, sources: Sources, job: PutJob
     ) -> Sequence[int]:
         """One code each. `start`: of the first key. Never raises for what node or network does."""
         segment, reach, count = run.segment, None, run.row_count
-        offsets = sources.offsets[start : start + count]
+        offsets, pieces = sources.of(slice(start, start + count))
         try:
             reach = self._directory.reach(segment, job.deadline)
             left_ms = job.deadline.left_ms()
-            request = reserved_pull(
-                segment.segment_id,
-                run.rows,
-                run.macs,
-                sources.region,
-                offsets.tobytes(),
-                sources.inline,
-                left_ms,
-            )
+            request = PullRequest(
+                segment_id=segment.segment_id,
+                rows=run.rows,
+                mac=b"",
+                region=sources.region,
+                sources=offsets,
+                inline_values=sources.inline,
+                timeout_ms=left_ms,
+                pieces=pieces,
+                row_macs=run.macs,
+            ).encode()
             reply = PullReply.decode(reach.peer.request(PULL_KIND, request, timeout_ms=left_ms))
         except MooncakeError as error:
             if reach is not None and isinstance(error, errors.PeerUnreachable):
@@ -224,7 +202,7 @@ class BatchWriter:
     # --- the nodes' part ---
 
     def _pull_all(self, grants: Grants, job: PutJob) -> list[_Part]:
-        with self._offer(job) as sources:
+        with sources_of(job.pieces, job.sizes, self.regions, self._engine) as sources:
             if len(grants.grants) == 1:
                 return [self._pull(grants.grants[0], sources, job.deadline)]
             futures = [
@@ -234,44 +212,7 @@ class BatchWriter:
             first = self._pull(grants.grants[0], sources, job.deadline)
             return [first, *(future.result() for future in futures)]
 
-    def _offer(self, job: PutJob) -> _Sources:
-        pieces = job.pieces
-        if len(job.sizes) == 1 and pieces.ends is None:
-            one = self._offer_one(pieces.pointers[0], job.sizes[0])
-            if one is not None:
-                return one
-        sizes = np.array(job.sizes, dtype=np.uint64)
-        offsets = np.zeros(len(sizes), dtype=np.uint64)
-        np.cumsum(sizes[:-1], out=offsets[1:])
-        total = int(offsets[-1]) + int(sizes[-1])
-        if total <= INLINE_BATCH_MAX_BYTES and max(pieces.sizes) <= INLINE_VALUE_MAX_BYTES:
-            return _Sources(
-                offsets, inline=b"".join(map(ffi.buffer, pieces.pointers, pieces.sizes))
-            )
-        addresses = addresses_of(pieces.pointers)
-        lengths = sizes if pieces.ends is None else np.array(pieces.sizes, dtype=np.uint64)
-        if pieces.ends is None:
-            end = int((addresses + sizes).max())
-            region = self.regions.find(int(addresses.min()), end)
-            if region is not None:
-                return _Sources(addresses - np.uint64(region.address), region=region.id)
-        if not all(pieces.sizes):
-            filled = lengths > 0
-            addresses, lengths = addresses[filled], lengths[filled]
-        offer = Offer(self._engine.native, addresses, lengths)
-        return _Sources(offsets, region=offer.id, offer=offer)
-
-    def _offer_one(self, pointer: Any, nbytes: int) -> _Sources | None:
-        """The short way for one value that is small, or lies in registered memory."""
-        if nbytes <= INLINE_VALUE_MAX_BYTES:
-            return _Sources(_AT_START, inline=ffi.buffer(pointer, nbytes)[:])
-        address = int(ffi.cast(_ADDRESS, pointer))
-        region = self.regions.find(address, address + nbytes)
-        if region is None:
-            return None
-        return _Sources(np.array([address - region.address], dtype=np.uint64), region=region.id)
-
-    def _pull(self, grant: NodeGrant, sources: _Sources, deadline: Deadline) -> _Part:
+    def _pull(self, grant: NodeGrant, sources: Sources, deadline: Deadline) -> _Part:
         """One code a row of this grant. Never raises for what the node or network does."""
         keys = grant.table()["key_index"].astype(np.int64)
         if grant.key_base:
@@ -280,14 +221,16 @@ class BatchWriter:
         segment, reach = grant.segment, None
         try:
             reach = self._directory.reach(segment, deadline)
+            offsets, pieces = sources.of(keys)
             request = PullRequest(
                 segment_id=segment.segment_id,
                 rows=grant.rows,
                 mac=grant.mac,
                 region=sources.region,
-                sources=sources.offsets[keys].tobytes(),
+                sources=offsets,
                 inline_values=sources.inline,
                 timeout_ms=deadline.left_ms(),
+                pieces=pieces,
             )
             answer = reach.peer.request(PULL_KIND, request.encode(), timeout_ms=deadline.left_ms())
             reply = PullReply.decode(answer)

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from mooncake_py._native.memory import address_of
 from mooncake_py.transfer import Memory, Region, TransferEngine
 
@@ -64,10 +67,11 @@ class RegionBook:
         self._lock = threading.Lock()
         self._regions: tuple[Region, ...] = ()
 
-    def register(self, buffer: Any) -> RegisteredMemory:
-        """Raises UsageError for what is no contiguous buffer."""
+    def register(self, buffer: Any, fd: int = -1) -> RegisteredMemory:
+        """fd: of a memfd whose first byte is the buffer's. Raises UsageError for what is no
+        contiguous buffer."""
         _, nbytes = address_of(buffer)
-        return self._add(buffer, nbytes)
+        return self._add(buffer, nbytes, fd)
 
     def alloc(self, nbytes: int) -> RegisteredMemory:
         """Raises OutOfSpace, UsageError."""
@@ -78,8 +82,8 @@ class RegionBook:
             memory.close()
             raise
 
-    def _add(self, owner: Any, nbytes: int) -> RegisteredMemory:
-        region = self._engine.register(owner, access="read")
+    def _add(self, owner: Any, nbytes: int, fd: int = -1) -> RegisteredMemory:
+        region = self._engine.register(owner, access="read", fd=fd)
         with self._lock:
             self._regions = (*self._regions, region)
         return RegisteredMemory(region, owner, nbytes, self._drop)
@@ -87,6 +91,19 @@ class RegionBook:
     def _drop(self, region: Region) -> None:
         with self._lock:
             self._regions = tuple(other for other in self._regions if other is not region)
+
+    def find_each(
+        self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+        """Of each range the id of a region that holds all of it (0: none) and its offset there."""
+        ids = np.zeros(len(addresses), dtype=np.uint32)
+        inside = np.zeros(len(addresses), dtype=np.uint64)
+        ends = addresses + lengths
+        for region in self._regions:
+            within = (addresses >= region.address) & (ends <= region.address + region.nbytes)
+            ids[within] = region.id
+            inside[within] = addresses[within] - np.uint64(region.address)
+        return ids, inside
 
     def find(self, first: int, end: int) -> Region | None:
         """A region that holds all of [first, end)."""

@@ -61,18 +61,22 @@ class TransferEngine(Handle):
         check(lib.mc_engine_address(self.native, text, ADDRESS_BYTES), "address")
         return bytes(ffi.string(text)).decode()
 
-    def register(self, buffer: Registrable | list[Registrable], *, access: str = "read") -> Region:
+    def register(
+        self, buffer: Registrable | list[Registrable], *, access: str = "read", fd: int = -1
+    ) -> Region:
         """Offer memory to peers; `access` is "read" or "read_write".
 
         A buffer is held until the region is closed. A raw (address, bytes) pair is the caller's:
         it must stay mapped that long. If it does not, slices of it fail with AccessRefused.
+        fd: of a memfd whose first byte is the buffer's; peers on this host that may not look into
+        this process read through it.
 
         It stays registered until the region or the engine is closed, also when nobody holds the
         region. A list makes one region, its pieces one after the other. Raises UsageError for
         memory that is read-only, not contiguous, empty, or overlaps another region. Only lists
         that are all for reading, values to be fetched from wherever they lie, may overlap.
         """
-        region = Region(self, buffer, access)
+        region = Region(self, buffer, access, fd)
         self._registered.add(region)
         return region
 

@@ -79,12 +79,18 @@ class Region(Handle):
     """
 
     def __init__(
-        self, engine: TransferEngine, given: Registrable | list[Registrable], access: str
+        self,
+        engine: TransferEngine,
+        given: Registrable | list[Registrable],
+        access: str,
+        fd: int = -1,
     ) -> None:
         if access not in ACCESS:
             raise UsageError("access is 'read' or 'read_write'", got=access)
         buffers = given if isinstance(given, list) else [given]
-        pieces, keep, fd = _pieces_of(buffers, writable=access == "read_write")
+        pieces, keep, own_fd = _pieces_of(buffers, writable=access == "read_write")
+        if fd >= 0 and isinstance(given, list):
+            raise UsageError("a descriptor is of one buffer, not of a list")
         flags = ACCESS[access]
         if isinstance(given, list) and access == "read":
             flags |= lib.MC_ACCESS_GATHERED
@@ -92,7 +98,9 @@ class Region(Handle):
             flags |= lib.MC_ACCESS_RAW
         out = ffi.new("uint32_t *")
         check(
-            lib.mc_region_register(engine.native, pieces, len(buffers), flags, fd, out),
+            lib.mc_region_register(
+                engine.native, pieces, len(buffers), flags, own_fd if fd < 0 else fd, out
+            ),
             "register",
         )
         super().__init__(engine)

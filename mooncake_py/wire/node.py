@@ -16,6 +16,7 @@ HOLD_KIND: int = node_pb2.NODE_HOLD
 
 _ROW_BYTES = 64
 _ROW_MACS = 1  # MC_PULL_ROW_MACS
+_PIECES = 2  # MC_PULL_PIECES
 _HEAD = struct.Struct("<Q16sIIII")  # mc_pull_head
 _CODE = struct.Struct("<I")
 
@@ -24,7 +25,8 @@ _CODE = struct.Struct("<I")
 class PullRequest:
     """Copy values into granted extents. `rows` and `mac` are the master's grant, unchanged;
     `sources` is one little-endian u64 a row, an offset in `region` of the sender or, when
-    `region` is 0, in `inline_values`."""
+    `region` is 0, in `inline_values`; with `pieces` (PULL_PIECE records) the index of the value's
+    first one. `row_macs`: the rows are reservations, each with a mac of its own."""
 
     segment_id: int
     rows: bytes
@@ -33,26 +35,20 @@ class PullRequest:
     sources: bytes
     inline_values: bytes
     timeout_ms: int
+    pieces: bytes = b""
+    row_macs: bytes = b""
 
     def encode(self) -> bytes:
-        count = len(self.rows) // _ROW_BYTES
-        head = _HEAD.pack(self.segment_id, self.mac, count, self.region, self.timeout_ms, 0)
-        return b"".join((head, self.rows, self.sources, self.inline_values))
-
-
-def reserved_pull(  # noqa: PLR0913, PLR0917  (the fields of the message)
-    segment_id: int,
-    rows: bytes,
-    macs: bytes,
-    region: int,
-    sources: bytes,
-    inline_values: bytes,
-    timeout_ms: int,
-) -> bytes:
-    """A pull of reservations, each row with a mac of its own."""
-    count = len(rows) // _ROW_BYTES
-    head = _HEAD.pack(segment_id, b"", count, region, timeout_ms, _ROW_MACS)
-    return b"".join((head, rows, sources, macs, inline_values))
+        head = _HEAD.pack(
+            self.segment_id,
+            self.mac,
+            len(self.rows) // _ROW_BYTES,
+            self.region,
+            self.timeout_ms,
+            (_ROW_MACS if self.row_macs else 0) | (_PIECES if self.pieces else 0),
+        )
+        values = self.pieces or self.inline_values
+        return b"".join((head, self.rows, self.sources, self.row_macs, values))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,3 +46,8 @@ COPY = np.dtype(
 TASK_DONE = np.dtype([("task", "<u8"), ("code", "<u4"), ("reserved", "<u4")])
 
 FAILED = np.dtype([("key_index", "<u4"), ("reserved", "<u4"), ("segment_id", "<u8")])
+
+# mc_pull_piece: a part of a value, in a region of the client.
+PULL_PIECE = np.dtype(
+    [("offset", "<u8"), ("length", "<u8"), ("region", "<u4"), ("reserved", "<u4")]
+)

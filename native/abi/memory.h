@@ -18,6 +18,8 @@ void mc_memory_close(uint64_t address, uint64_t nbytes, int32_t fd);
 /* ---- copies and checksums ------------------------------------------------------------------ */
 
 uint32_t mc_crc32c(const void *data, uint64_t nbytes, uint32_t seed);
+/* crc32c of two runs of bytes, one after the other, from those of each and the second's length. */
+uint32_t mc_crc32c_join(uint32_t first, uint32_t second, uint64_t second_nbytes);
 /* One pass: copy and crc32c. Non-temporal stores from 256 KiB up. */
 uint32_t mc_copy_crc32c(uint64_t destination, uint64_t source, uint64_t nbytes);
 void mc_copy(uint64_t destination, uint64_t source, uint64_t nbytes);

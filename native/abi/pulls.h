@@ -3,8 +3,11 @@
  *
  * A request is mc_pull_head, then row_count rows, then one little-endian uint64_t a row (where its
  * value lies, in `region` of the sender or, when that is 0, in the inline bytes), then macs if the
- * flags say so, then the inline bytes. A reply is a uint32_t code (of errors.py); with code 0 one byte a row follows, such a code
- * too; else the cause in words.
+ * flags say so, then the inline bytes. With MC_PULL_PIECES the values are scattered: that number is
+ * the index of the value's first piece, mc_pull_pieces stand instead of inline bytes, and a value is
+ * its pieces one after the other up to its length, which the last of them must meet.
+ * A reply is a uint32_t code (of errors.py); with code 0 one byte a row follows, such a code too;
+ * else the cause in words.
  *
  * Nothing of a request is believed but what the mac covers: the rows, and with them offsets,
  * lengths, generations and expiry, are the master's word. Where the bytes come from is the client's
@@ -17,8 +20,16 @@ typedef struct mc_pull_head {
     uint32_t region;      /* of the sender's engine; 0: the values are inline */
     uint32_t timeout_ms;  /* how long the client will wait */
     uint32_t flags;       /* MC_PULL_ROW_MACS: the mac here is not looked at, each row has its own,
-                             over segment_id and that row; they follow the places of the values */
+                             over segment_id and that row; they follow the places of the values.
+                             MC_PULL_PIECES: see above */
 } mc_pull_head;
+
+typedef struct mc_pull_piece {
+    uint64_t offset;
+    uint64_t length;
+    uint32_t region;      /* of the sender's engine */
+    uint32_t reserved;
+} mc_pull_piece;
 
 typedef struct mc_pulls mc_pulls;
 

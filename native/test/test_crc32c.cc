@@ -42,6 +42,17 @@ void check_copy(Copy copy, const uint8_t* from, size_t nbytes, size_t shift, uin
   for (const uint8_t* p = to + nbytes; p < target.data() + target.size(); p++) CHECK_EQ(*p, kGuard);
 }
 
+void check_join() {
+  const std::vector<uint8_t> bytes = noise(70000, 3);
+  for (const size_t n : {0, 1, 8, 63, 4096, 65536, 70000})
+    for (const size_t split : {size_t{0}, size_t{1}, n / 3, n}) {
+      if (split > n) continue;
+      const uint32_t first = mc_crc32c(bytes.data(), split, 0);
+      const uint32_t second = mc_crc32c(bytes.data() + split, n - split, 0);
+      CHECK_EQ(mc_crc32c_join(first, second, n - split), mc_crc32c(bytes.data(), n, 0));
+    }
+}
+
 void check_kernel(const CrcKernel& kernel) {
   const std::vector<uint8_t> bytes = noise(20000, 1);
   std::vector<size_t> lengths;
@@ -82,6 +93,7 @@ void check_public_calls() {
 }  // namespace
 
 int main() {
+  check_join();
   for (const CrcKernel* kernel : mc::memory::all_kernels()) {
     std::printf("  %s%s\n", kernel->name, kernel->usable() ? "" : ": not on this processor");
     if (kernel->usable()) check_kernel(*kernel);

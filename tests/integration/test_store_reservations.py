@@ -14,7 +14,7 @@ from mooncake_py.errors import AccessRefused, ObjectExists, UsageError
 from mooncake_py.master.client import MasterClient
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 from mooncake_py.transfer import TransferEngine
-from mooncake_py.wire.node import PULL_KIND, PullReply, reserved_pull
+from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest
 
 PAGE_BYTES = 20_000
 
@@ -100,10 +100,10 @@ def test_a34_a_reservation_is_for_its_extent_only(cluster: Cluster) -> None:
         peer = engine.open(first.segment.address, timeout_ms=5000)
 
         def pull(row: bytes, mac: bytes) -> PullReply:
-            request = reserved_pull(
-                first.segment.segment_id, row, mac, 0, bytes(8), b"x" * 1000, 1000
+            request = PullRequest(
+                first.segment.segment_id, row, b"", 0, bytes(8), b"x" * 1000, 1000, row_macs=mac
             )
-            return PullReply.decode(peer.request(PULL_KIND, request, timeout_ms=5000))
+            return PullReply.decode(peer.request(PULL_KIND, request.encode(), timeout_ms=5000))
 
         assert pull(first.rows, second.macs).code == AccessRefused.code
         assert pull(first.rows, bytes(16)).code == AccessRefused.code

@@ -104,6 +104,20 @@ uint32_t mc_crc32c(const void* data, uint64_t nbytes, uint32_t seed) {
   return ~kernel().crc(~seed, static_cast<const uint8_t*>(data), nbytes);
 }
 
+uint32_t mc_crc32c_join(uint32_t first, uint32_t second, uint64_t second_nbytes) {
+  static constexpr auto kZeroBytes = mc::memory::zero_bytes();
+  thread_local uint64_t nbytes = 0;  // runs that are joined usually have one length
+  thread_local uint32_t power = 0x80000000u;
+  if (nbytes != second_nbytes) {
+    nbytes = second_nbytes;
+    power = 0x80000000u;
+    for (size_t k = 0; second_nbytes >> k != 0 && k < 64; k++) {
+      if ((second_nbytes >> k & 1) != 0) power = mc::memory::times(power, kZeroBytes[k]);
+    }
+  }
+  return mc::memory::times(first, power) ^ second;
+}
+
 uint32_t mc_copy_crc32c(uint64_t destination, uint64_t source, uint64_t nbytes) {
   return mc::memory::copy_crc(reinterpret_cast<uint8_t*>(destination),
                               reinterpret_cast<const uint8_t*>(source), nbytes,

@@ -16,6 +16,24 @@ consteval uint32_t x_power(unsigned n) {
   return r;
 }
 
+// The product of two polynomials.
+constexpr uint32_t times(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+  for (uint32_t bit = 0x80000000u; bit != 0; bit >>= 1) {
+    if ((a & bit) != 0) product ^= b;
+    b = times_x(b);
+  }
+  return product;
+}
+
+// [k]: x^(8 * 2^k), what 2^k zero bytes multiply a register with.
+constexpr std::array<uint32_t, 64> zero_bytes() {
+  std::array<uint32_t, 64> powers{};
+  powers[0] = x_power(8);
+  for (size_t k = 1; k < powers.size(); k++) powers[k] = times(powers[k - 1], powers[k - 1]);
+  return powers;
+}
+
 // [t][b]: byte b followed by t zero bytes.
 constexpr std::array<std::array<uint32_t, 256>, 8> byte_tables() {
   std::array<std::array<uint32_t, 256>, 8> tables{};

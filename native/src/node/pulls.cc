@@ -44,6 +44,10 @@ struct Request {
   const uint8_t* macs;  // of single rows, or null
   const uint8_t* values;
   uint64_t values_nbytes;
+  const mc_pull_piece* pieces;
+  uint64_t piece_count;  // 0: every value lies in one place
+
+  bool scattered() const { return (head.flags & MC_PULL_PIECES) != 0; }
 };
 
 bool parse(const mc_message& message, Request* out) {
@@ -62,6 +66,9 @@ bool parse(const mc_message& message, Request* out) {
   out->macs = row_macs ? at + count * named : nullptr;
   out->values = at + count * per_row;
   out->values_nbytes = rest - count * per_row;
+  out->pieces = reinterpret_cast<const mc_pull_piece*>(out->values);
+  const bool pieces = (out->head.flags & MC_PULL_PIECES) != 0;
+  out->piece_count = pieces ? out->values_nbytes / sizeof(mc_pull_piece) : 0;
   return true;
 }
 
@@ -183,7 +190,8 @@ struct mc_pulls {
       }
       crcs.resize(begun.size());
       outcome.resize(begun.size(), MC_OK);
-      if (request.head.region != 0) slices.resize(begun.size());
+      if (request.scattered()) scattered(request, rows, sources, &slices, &outcome);
+      else if (request.head.region != 0) in_one_place(request.head, rows, sources, &slices);
     } catch (const std::bad_alloc&) {
       memory = false;
     }
@@ -194,11 +202,11 @@ struct mc_pulls {
       return;
     }
     const uint64_t n = begun.size();
-    if (request.head.region == 0) {
+    if (request.head.region == 0 && !request.scattered()) {
       mc_segment_fill(segment, rows.data(), n, request.values, request.values_nbytes,
                       sources.data(), crcs.data(), outcome.data());
     } else {
-      fetch(peer, request.head, rows, sources, &slices, &crcs, &outcome);
+      fetch(peer, request.head, rows, &slices, &crcs, &outcome);
     }
     if (mounted().number != mount_number) {  // another master's memory by now
       std::fill(outcome.begin(), outcome.end(), MC_E_LEASE_EXPIRED);
@@ -213,30 +221,77 @@ struct mc_pulls {
     mc_segment_seal(segment, &row, 1, &crc, latest_ms(), status);
   }
 
-  // From the client's memory; out-parameters have one entry a row.
-  void fetch(uint64_t peer, const mc_pull_head& head, const std::vector<mc_extent_row>& rows,
-             const std::vector<uint64_t>& sources, std::vector<mc_slice>* slices,
-             std::vector<uint32_t>* crcs, std::vector<int32_t>* outcome) {
+  mc_slice slice_of(uint32_t region, uint64_t offset, uint64_t local, uint64_t length) {
+    mc_slice slice{};
+    slice.op = MC_OP_READ;
+    slice.region = region;
+    slice.remote_offset = offset;
+    slice.local = local;
+    slice.length = length;
+    slice.flags = MC_SLICE_CRC;
+    return slice;
+  }
+
+  uint64_t payload_of(const mc_extent_row& row) const {
+    return base + row.offset + MC_EXTENT_HEADER_NBYTES;
+  }
+
+  void in_one_place(const mc_pull_head& head, const std::vector<mc_extent_row>& rows,
+                    const std::vector<uint64_t>& sources, std::vector<mc_slice>* slices) {
+    slices->reserve(rows.size());
     for (size_t i = 0; i < rows.size(); i++) {
-      mc_slice& slice = (*slices)[i];
-      slice = {};
-      slice.op = MC_OP_READ;
-      slice.region = head.region;
-      slice.remote_offset = sources[i];
-      slice.local = base + rows[i].offset + MC_EXTENT_HEADER_NBYTES;
-      slice.length = rows[i].length;
-      slice.flags = MC_SLICE_CRC;
+      slices->push_back(slice_of(head.region, sources[i], payload_of(rows[i]), rows[i].length));
     }
+  }
+
+  // A value whose pieces do not make up its length is refused by itself.
+  void scattered(const Request& request, const std::vector<mc_extent_row>& rows,
+                 const std::vector<uint64_t>& sources, std::vector<mc_slice>* slices,
+                 std::vector<int32_t>* outcome) {
+    slices->reserve(request.piece_count);
+    for (size_t i = 0; i < rows.size(); i++) {
+      const size_t before = slices->size();
+      uint64_t left = rows[i].length;
+      uint64_t at = payload_of(rows[i]);
+      for (uint64_t p = sources[i]; left > 0 && p < request.piece_count; p++) {
+        const mc_pull_piece& piece = request.pieces[p];
+        if (piece.length == 0 || piece.length > left) break;
+        slices->push_back(slice_of(piece.region, piece.offset, at, piece.length));
+        left -= piece.length;
+        at += piece.length;
+      }
+      if (left == 0) continue;
+      slices->resize(before);
+      (*outcome)[i] = MC_E_USAGE;
+    }
+  }
+
+  // From the client's memory; crcs and outcome have one entry a row, slices one or several, in the
+  // order of the rows.
+  void fetch(uint64_t peer, const mc_pull_head& head, const std::vector<mc_extent_row>& rows,
+             std::vector<mc_slice>* slices, std::vector<uint32_t>* crcs,
+             std::vector<int32_t>* outcome) {
     if (slices->empty()) return;
     const uint32_t timeout_ms = std::clamp<uint32_t>(head.timeout_ms, 1, kPullMaxMs);
     const int32_t status =
         mc_transfer(engine, peer, slices->data(), slices->size(), timeout_ms);
     bool any = false;
     for (const mc_slice& slice : *slices) any |= slice.status != MC_OK;
+    size_t next = 0;
     for (size_t i = 0; i < rows.size(); i++) {
-      (*crcs)[i] = (*slices)[i].crc;
-      // Slices of a batch that never started have no status of their own.
-      (*outcome)[i] = any || status == MC_OK ? (*slices)[i].status : status;
+      if ((*outcome)[i] != MC_OK) continue;
+      uint64_t left = rows[i].length;
+      if (left == 0 && (head.flags & MC_PULL_PIECES) != 0) continue;  // no bytes, no pieces, crc 0
+      bool first = true;
+      do {
+        const mc_slice& slice = (*slices)[next++];
+        left -= slice.length;
+        // Slices of a batch that never started have no status of their own.
+        const int32_t mine = any || status == MC_OK ? slice.status : status;
+        if (mine != MC_OK) (*outcome)[i] = mine;
+        (*crcs)[i] = first ? slice.crc : mc_crc32c_join((*crcs)[i], slice.crc, slice.length);
+        first = false;
+      } while (left > 0);
     }
   }
 };

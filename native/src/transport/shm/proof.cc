@@ -25,12 +25,15 @@ int32_t Proof::make() {
   return MC_OK;
 }
 
-bool is_safe_to_map(int fd, uint64_t nbytes) {
+bool is_memory(int fd, uint64_t nbytes) {
   struct stat info {};
   if (fd < 0 || fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) return false;
-  const int seals = fcntl(fd, F_GET_SEALS);
-  return seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && info.st_size >= 0 &&
+  return fcntl(fd, F_GET_SEALS) >= 0 && info.st_size >= 0 &&
          static_cast<uint64_t>(info.st_size) >= nbytes;
+}
+
+bool is_safe_to_map(int fd, uint64_t nbytes) {
+  return is_memory(fd, nbytes) && (fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK) != 0;
 }
 
 Fd reopen_read_only(int fd) {

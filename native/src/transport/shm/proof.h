@@ -44,6 +44,9 @@ bool read_proof(const Fd& memfd, Token* out);
 // Fill pid, pidfd, we_read and why_not for the process at the other end of this unix socket.
 void tie(int socket, const Token& token, uint64_t token_address, ShmTies* out);
 
+// Whether it is a file in memory (memfd, tmpfs: reading it waits for no device) of at least nbytes.
+bool is_memory(int fd, uint64_t nbytes);
+
 // True: `fd` is a file in memory of at least this size that nobody can shrink under a mapping.
 bool is_safe_to_map(int fd, uint64_t nbytes);
 

@@ -1,6 +1,9 @@
 #include "transport/shm/remote_region.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
 
 #include "base/status.h"
 #include "transport/shm/guarded_copy.h"
@@ -13,7 +16,8 @@ RemoteRegion::RemoteRegion(uint32_t id, std::vector<mc_piece> pieces, uint32_t a
     : shape_(std::make_shared<Region>(id, std::move(pieces), access, Fd())),
       fd_(std::move(fd)),
       slot_(std::move(slot)),
-      mappable_(shape_->pieces().size() == 1 && is_safe_to_map(fd_.get(), shape_->nbytes())) {}
+      mappable_(shape_->pieces().size() == 1 && is_safe_to_map(fd_.get(), shape_->nbytes())),
+      readable_(shape_->pieces().size() == 1 && is_memory(fd_.get(), shape_->nbytes())) {}
 
 RemoteRegion::~RemoteRegion() {
   if (const uint8_t* at = mapped_) munmap(const_cast<uint8_t*>(at), shape_->nbytes());
@@ -45,6 +49,19 @@ int32_t RemoteRegion::write(uint64_t offset, uint64_t local, uint64_t nbytes) {
   --slot_->writers;
   if (outcome == Guarded::kDone) return MC_OK;
   return outcome == Guarded::kWithdrawn ? MC_E_ACCESS : MC_E_PEER_UNREACHABLE;
+}
+
+bool RemoteRegion::read(uint64_t offset, uint64_t nbytes, uint64_t to) const {
+  while (nbytes > 0) {
+    const ssize_t n = pread(fd_.get(), reinterpret_cast<void*>(to), nbytes,
+                            static_cast<off_t>(offset));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;
+    offset += static_cast<uint64_t>(n);
+    to += static_cast<uint64_t>(n);
+    nbytes -= static_cast<uint64_t>(n);
+  }
+  return true;
 }
 
 int32_t RemoteRegion::map_for_caller(uint64_t* out_address) const {

@@ -1,4 +1,5 @@
-// A peer's region as this process can reach it: mapped when it is a memfd, else by
+// A peer's region as this process can reach it: mapped when it is a memfd that cannot shrink, read
+// through its descriptor when it is one that can (a mapping of it could kill this process), else by
 // process_vm_readv. One with a slot of the owner's gate is mapped for writing, too. Thread-safe.
 #pragma once
 
@@ -24,6 +25,9 @@ class RemoteRegion {
   // Shape, access and pins; its pieces are addresses in the peer's process.
   const std::shared_ptr<Region>& shape() const { return shape_; }
   bool mappable() const { return mappable_; }
+  bool readable() const { return readable_; }
+  // Copy out of the descriptor. False: it has become shorter.
+  bool read(uint64_t offset, uint64_t nbytes, uint64_t to) const;
   // Where it is mapped here, or null. map() maps it, populated, which takes a while the first time.
   const uint8_t* mapped() const { return mapped_.load(std::memory_order_acquire); }
   const uint8_t* map();
@@ -39,6 +43,7 @@ class RemoteRegion {
   const Fd fd_;
   std::shared_ptr<GateSlot> slot_;  // reset when it cannot be mapped so; before mapped_ is set
   const bool mappable_;
+  const bool readable_;
   std::mutex mutex_;  // held while mapping
   std::atomic<const uint8_t*> mapped_{nullptr};
 };

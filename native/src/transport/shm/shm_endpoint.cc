@@ -82,7 +82,7 @@ bool ShmEndpoint::reachable(RemoteRegion& region, uint32_t op, bool may_map) {
     (void)region.map();
   }
   if (op == MC_OP_WRITE) return region.writable();
-  return region.mapped() != nullptr || ties_.we_read;
+  return region.mapped() != nullptr || ties_.we_read || region.readable();
 }
 
 // True: every slice of the batch is of a region in *out and can be copied from here.
@@ -161,8 +161,9 @@ bool ShmEndpoint::copy_group(const std::shared_ptr<Batch>& batch, const Regions&
     const uint32_t access =
         part.op == MC_OP_READ ? MC_ACCESS_REMOTE_READ : MC_ACCESS_REMOTE_WRITE;
     if (!pin || !pin->allows(access, part.remote_offset, part.length)) continue;
-    if (region.mapped() == nullptr) by_process.push_back(i);
-    else results[i] = copy_mapped(region, part);
+    if (region.mapped() != nullptr) results[i] = copy_mapped(region, part);
+    else if (region.readable()) results[i] = read_file(region, part);
+    else by_process.push_back(i);
   }
   if (!by_process.empty()) copy_by_process(regions, group, by_process, &results);
   pins.clear();
@@ -195,6 +196,17 @@ ShmEndpoint::Result ShmEndpoint::copy_mapped(RemoteRegion& region, const Part& p
   const auto from = reinterpret_cast<uint64_t>(region.mapped()) + part.remote_offset;
   if (part.crc) result.crc = mc_copy_crc32c(part.local, from, part.length);
   else copy_bytes(part.local, from, part.length);
+  result.status = MC_OK;
+  direct_in_ += part.length;
+  return result;
+}
+
+ShmEndpoint::Result ShmEndpoint::read_file(const RemoteRegion& region, const Part& part) {
+  Result result;
+  if (!region.read(part.remote_offset, part.length, part.local)) return result;
+  if (part.crc) {
+    result.crc = mc_crc32c(reinterpret_cast<const void*>(part.local), part.length, 0);
+  }
   result.status = MC_OK;
   direct_in_ += part.length;
   return result;

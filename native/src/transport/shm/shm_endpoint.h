@@ -66,6 +66,7 @@ class ShmEndpoint final : public StreamEndpoint {
   bool copy_group(const std::shared_ptr<Batch>& batch, const Regions& regions,
                   const std::vector<Part>& group);
   Result copy_mapped(RemoteRegion& region, const Part& part);
+  Result read_file(const RemoteRegion& region, const Part& part);
   void copy_by_process(const Regions& regions, const std::vector<Part>& group,
                        const std::vector<size_t>& which, std::vector<Result>* results);
   int32_t read_memory(std::span<const iovec> here, std::span<const iovec> there);
