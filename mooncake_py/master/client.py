@@ -17,7 +17,7 @@ from mooncake_py.clock import Deadline
 from mooncake_py.master import commands as c
 from mooncake_py.master.link import MasterLink
 from mooncake_py.model import ReplicaPolicy
-from mooncake_py.wire import answers, lane
+from mooncake_py.wire import answers, lane, reserved
 from mooncake_py.wire.answers import (
     Beat,
     ClusterInfo,
@@ -27,11 +27,11 @@ from mooncake_py.wire.answers import (
     NodeGrant,
     Placements,
     Removed,
-    Reservations,
     Segment,
     Status,
     TaskBatch,
 )
+from mooncake_py.wire.reserved import Reservations
 
 __all__ = [
     "Beat", "ClusterInfo", "Grants", "Listing", "MasterClient", "MountedSegment", "NodeGrant",
@@ -109,9 +109,9 @@ class MasterClient(MasterLink):
         many ms commits of them are accepted. Fewer, or none, when they are not to be had for
         nothing."""
         deadline = Deadline(timeout_ms, self._clock)
-        request = answers.reserve_request(tenant, length, count, host_id)
+        request = reserved.reserve_request(tenant, length, count, host_id)
         reply = self._call(lane.RESERVE, request, deadline)
-        return answers.reservations(reply), reply.lifetime_ms
+        return reserved.reservations(reply), reply.lifetime_ms
 
     def put_end(
         self,

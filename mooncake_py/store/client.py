@@ -28,12 +28,7 @@ from mooncake_py.errors import (
     error_of,
 )
 from mooncake_py.master.client import MasterClient
-from mooncake_py.model import (
-    DEFAULT_POLICY,
-    OBJECT_MAX_BYTES,
-    TENANT_MAX_BYTES,
-    ReplicaPolicy,
-)
+from mooncake_py.model import DEFAULT_POLICY, OBJECT_MAX_BYTES, TENANT_MAX_BYTES, ReplicaPolicy
 from mooncake_py.store.arguments import check_ranges, check_timeout, key_names, text_bytes
 from mooncake_py.store.buffers import source_pieces, target_pieces
 from mooncake_py.store.calls import CallGate

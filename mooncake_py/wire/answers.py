@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from google.protobuf.message import DecodeError, Message
 from mooncake_py.errors import InternalError, NotLeader, ObjectNotFound
 from mooncake_py.master import commands as c
 from mooncake_py.model import (
-    EXTENT_ROW,
     FAILED_ROW,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -32,7 +31,6 @@ from mooncake_py.wire.rows import COPY, EXTENT, PLACEMENT
 from mooncake_py.wire.v1 import master_pb2 as pb
 
 Status = npt.NDArray[np.uint8]
-_MAC_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +94,6 @@ class Grants:
     status: Status
     generations: npt.NDArray[np.uint64]
     grants: Sequence[NodeGrant]
-
-
-class Reservations(NamedTuple):
-    """Extents of one segment for objects that are named at the commit: EXTENT rows, and for each a
-    mac of 16 bytes; both go to the node. `cut` counts rows."""
-
-    segment: Segment
-    rows: bytes
-    macs: bytes
-
-    @property
-    def row_count(self) -> int:
-        return len(self.rows) // EXTENT_ROW.size
-
-    def cut(self, start: int, stop: int) -> Reservations:
-        rows = self.rows[start * EXTENT_ROW.size : stop * EXTENT_ROW.size]
-        return Reservations(self.segment, rows, self.macs[start * _MAC_BYTES : stop * _MAC_BYTES])
-
-    def generations(self) -> list[int]:
-        found: list[int] = np.frombuffer(self.rows, EXTENT)["generation"].tolist()
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +202,6 @@ def put_end_request(
     return pb.PutEndRequest(
         tenant=tenant, keys=keys, generations=generations, failed=rows, reserved=reserved
     )
-
-
-def reserve_request(tenant: str, length: int, count: int, host_id: str) -> Message:
-    return pb.ReserveRequest(tenant=tenant, length=length, count=count, host_id=host_id)
 
 
 def put_revoke_request(tenant: str, keys: Sequence[bytes], generations: Sequence[int]) -> Message:
@@ -375,7 +348,7 @@ def join_status(parts: Sequence[bytes]) -> Status:
     return _status(parts[0] if len(parts) == 1 else b"".join(parts))
 
 
-def _segment(message: pb.Segment) -> Segment:
+def segment(message: pb.Segment) -> Segment:
     return Segment(
         message.segment_id, message.node, message.address, message.region, message.nbytes,
         message.host_id, message.incarnation,
@@ -392,7 +365,7 @@ def placements(replies: Sequence[tuple[int, pb.LocateReply]]) -> Placements:
             rows = rows.copy()
             rows["key_index"] += base
             rows["segment_index"] += len(segments)
-        segments += map(_segment, reply.segments)
+        segments += map(segment, reply.segments)
         tables.append(rows)
     return Placements(
         join_status([reply.status for _, reply in replies]),
@@ -406,7 +379,7 @@ def grants(replies: Sequence[tuple[int, pb.PutStartReply]]) -> Grants:
     """Join (first key's index, reply) pairs."""
     found = []
     for base, reply in replies:
-        segments = [_segment(message) for message in reply.segments]
+        segments = [segment(message) for message in reply.segments]
         found += [
             NodeGrant(segments[grant.segment_index], grant.rows, grant.mac, base)
             for grant in reply.grants
@@ -415,13 +388,6 @@ def grants(replies: Sequence[tuple[int, pb.PutStartReply]]) -> Grants:
     return Grants(
         join_status([reply.status for _, reply in replies]), np.concatenate(generations), found
     )
-
-
-def reservations(reply: pb.ReserveReply) -> list[Reservations]:
-    segments = [_segment(message) for message in reply.segments]
-    return [
-        Reservations(segments[grant.segment_index], grant.rows, grant.mac) for grant in reply.grants
-    ]
 
 
 def removed(replies: Sequence[pb.RemoveReply]) -> Removed:
@@ -461,7 +427,7 @@ def task_batch(reply: pb.TasksReply) -> TaskBatch:
     known = reply.outcome.code != ObjectNotFound.code
     if known:
         outcome.check(reply.outcome, call="Tasks")
-    segments = [_segment(message) for message in reply.segments]
+    segments = [segment(message) for message in reply.segments]
     return TaskBatch(known, segments, np.frombuffer(reply.copies, COPY), reply.waiting)
 
 
