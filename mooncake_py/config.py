@@ -51,6 +51,7 @@ class MasterSettings:
     commit_linger_ms: int = 5  # records that nobody waits for are collected this long
     commit_retry_ms: int = 500  # between attempts while the metadata store refuses writes
     snapshot_record_bytes: int = 64 << 20  # records after which the catalog is written anew
+    start_ms: int = 30_000  # what reaching a shared metadata store may take at start
     stop_ms: int = 3_000  # what a clean stop may take
 
     def validate(self) -> None:
@@ -73,6 +74,7 @@ class MasterSettings:
             "urgent_calls_max",
             "call_ms_max",
             "commit_retry_ms",
+            "start_ms",
             "stop_ms",
         ):
             if getattr(self, name) < 1:

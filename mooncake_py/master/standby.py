@@ -21,14 +21,22 @@ import threading
 from collections.abc import Callable
 from select import POLLIN, poll
 
+from mooncake_py.clock import Deadline
 from mooncake_py.config import split_address
-from mooncake_py.errors import MooncakeError, NotLeader, UsageError
+from mooncake_py.errors import MasterUnavailable, MooncakeError, NotLeader, UsageError
 from mooncake_py.master import records
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.election import Stand, Suspicion
 from mooncake_py.master.etcd import Compacted, Watch
 from mooncake_py.master.etcd_session import Leader, Session, leader_of
-from mooncake_py.master.etcd_store import CALL_MS, Entry, EtcdLog, EtcdStore, entry_of
+from mooncake_py.master.etcd_store import (
+    CALL_MS,
+    Entry,
+    EtcdLog,
+    EtcdStore,
+    Identity,
+    entry_of,
+)
 from mooncake_py.master.inbox import Call
 from mooncake_py.master.owner import Gate
 from mooncake_py.master.reign import Claim, Reign, Setup
@@ -44,7 +52,6 @@ MARK_BYTES = 1 << 20
 MARKS_MAX = 1_000  # a log that is longer counts as this long
 RETRY_MS = 500  # after etcd failed
 PROBE_MS = 200  # between two attempts to connect to the leader
-START_MS = 5_000  # for etcd to answer when this process starts
 _DELETE = 1
 
 
@@ -212,7 +219,7 @@ class Contender:
         self._store = self._open_store()
         self.metadata = self._store.describe()
         try:
-            self._identity = self._store.log.identity()
+            self._identity = self._ask_identity()
         except MooncakeError:
             self._store.close()
             raise
@@ -225,6 +232,21 @@ class Contender:
         self._in_touch = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mooncake-contender", daemon=True)
+
+    def _ask_identity(self) -> Identity:
+        """After a power failure masters and etcd start together, so it may take a while."""
+        deadline = Deadline(self._setup.settings.start_ms, self._setup.clock)
+        waited = False
+        while True:
+            try:
+                return self._store.log.identity()
+            except MasterUnavailable as error:
+                if deadline.passed():
+                    raise
+                if not waited:
+                    log.warning("waiting for the metadata store: %s", error)
+                waited = True
+            threading.Event().wait(RETRY_MS / 1000)
 
     def _open_store(self) -> EtcdStore:
         settings = self._setup.settings

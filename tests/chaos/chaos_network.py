@@ -73,7 +73,6 @@ class Network:
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers: dict[str, int] = {}
         self._cuts: set[tuple[str, str]] = set()
-        _run("ip", "link", "set", "lo", "up")
         for name in ("ip_forward", "conf/all/forwarding"):
             Path(f"/proc/sys/net/ipv4/{name}").write_text("1")
         for name in ("all", "default"):

@@ -113,7 +113,7 @@ class World:
             self.etcd.start(int(name[1:]))
             return
         life = self._lives[name] = self._lives.get(name, -1) + 1
-        module, arguments = self._command(name, life)
+        module, arguments = self.command(name, life)
         clock = "-"
         if self.shape.clocks:
             self.set_clock(name, 0)
@@ -122,7 +122,8 @@ class World:
         self._children[name] = Child(f"{name}-{life}", MODULE, inside, self.folder)
         self._after[name] = then or (lambda: None)
 
-    def _command(self, name: str, life: int) -> tuple[str, list[str]]:
+    def command(self, name: str, life: int) -> tuple[str, list[str]]:
+        """Module and arguments."""
         if name[0] == "m":
             metadata = self.etcd.address("chaos") if self.etcd else str(self.database)
             options = ["--listen", self.address(name), "--metadata", metadata]
@@ -224,6 +225,9 @@ class World:
         """Who leads as far as is known: the one that said so last."""
         leading = [(term, name) for name, (term, word) in self._terms.items() if word == "leads"]
         return max(leading)[1] if leading else None
+
+    def follows(self, name: str) -> bool:
+        return self._terms.get(name, (0, ""))[1] == "follows"
 
     def resolve(self, victim: str) -> str | None:
         """A name for LEADER and STANDBY; None when there is none just now."""
