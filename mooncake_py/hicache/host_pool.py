@@ -255,4 +255,6 @@ def _dtype_text(pool: Any) -> str:
 def is_rank_sharded(name: str, pool: Any, mla: bool) -> bool:
     """Does every rank hold another part of the pool's pages? Recurrent state and heads are split
     over ranks even beside KV that is the same on all of them."""
-    return not mla or name == "mamba" or int(getattr(pool, "head_num", 0) or 0) > 0
+    if not mla or name == "kv":
+        return not mla
+    return name == "mamba" or int(getattr(pool, "head_num", 0) or 0) > 0

@@ -15,11 +15,14 @@ import cpu_device  # noqa: F401 - first: it makes SGLang importable
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig, ComponentType
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
+
+__all__ = ["FULL", "SWA", "Engine", "backend_config", "get_storage_hash_str"]
 
 FULL = CacheConfig(page_size=16, num_layers=4)
 SWA = CacheConfig(
@@ -56,8 +59,13 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
     def runTest(self) -> None:
         """Only there because unittest asks for it."""
 
-    def attach(self, config: dict[str, Any], **arguments: Any) -> Engine:
-        self._enter(get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1))
+    def attach(
+        self, config: dict[str, Any], rank: tuple[int, int] = (0, 1), **arguments: Any
+    ) -> Engine:
+        """rank: (this one, of how many); there are no others, so nothing is agreed with them."""
+        here = {f"{kind}_rank": rank[0] for kind in ("tp", "attn_tp", "moe_tp")}
+        sizes = {f"{kind}_size": rank[1] for kind in ("tp", "attn_tp", "moe_tp")}
+        self._enter(get_parallel().override(**here, **sizes, pp_rank=0, pp_size=1))
         options = {
             "hicache_mem_layout": "page_first",
             "hicache_write_policy": "write_through",
@@ -79,6 +87,8 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         self.addCleanup(self.cache.release_host_resources)
         self.cache.load_back_threshold = 0
         controller = self.controller
+        for entry in controller.mem_pool_host.entries:
+            entry.host_pool.pin_memory = False  # of the pages that the generic calls make
         controller.prefetch_capacity_limit = max(
             controller.prefetch_capacity_limit, controller.mem_pool_host.size
         )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from sglang_engine import FULL, Engine, backend_config
+from daemons import wait_until
+from sglang_engine import FULL, SWA, Engine, backend_config, get_storage_hash_str
 
+from mooncake_py.errors import MooncakeError
 from mooncake_py.ops.cluster import Cluster
+from mooncake_py.store.client import StoreClient
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 Make = Callable[..., Engine]
@@ -51,3 +57,183 @@ def test_f27_a69_pages_come_back_in_every_layout(engine: Make, layout: str) -> N
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_f27_a69_pages_of_latent_attention_come_back(engine: Make, layout: str) -> None:
     round_trip(engine, mla=True, hicache_mem_layout=layout, config={"tag": "mla" + layout})
+
+
+@pytest.mark.parametrize("transports", ["tcp", "shm"])
+def test_f27_a69_pages_come_back_by_every_way(engine: Make, transports: str) -> None:
+    round_trip(engine, config={"tag": "way" + transports, "transports": transports})
+
+
+def test_f27_a69_without_the_calls_in_place_pages_come_back_too(engine: Make) -> None:
+    round_trip(engine, config={"tag": "generic", "interface_v1": 0})
+
+
+def test_f27_a_sliding_window_comes_back_with_its_pool(engine: Make) -> None:
+    round_trip(engine, cfg=SWA, pages=6, config={"tag": "swa"})
+
+
+@pytest.mark.parametrize("prefetch", ["best_effort", "wait_complete", "timeout"])
+@pytest.mark.parametrize("write", ["write_through", "write_through_selective", "write_back"])
+def test_a69_every_policy_writes_what_it_reads(engine: Make, write: str, prefetch: str) -> None:
+    """`best_effort` takes what has arrived when it looks, so only whole prefixes are promised."""
+    named = {
+        "hicache_write_policy": write,
+        "hicache_storage_prefetch_policy": prefetch,
+        "config": {"tag": write + prefetch},
+    }
+    writer = engine(**named)
+    tokens = writer.tokens(3)
+    kv = writer.compute(tokens, seed=5)
+    writer.back_up(tokens)
+    reader = engine(**named)
+    found = reader.prefetch(tokens)
+    assert found % reader.cfg.page_size == 0
+    if prefetch != "best_effort":
+        assert found == len(tokens)
+    if found:
+        assert equal(reader.load(tokens[:found]), [layer[:found] for layer in kv])
+
+
+def test_f27_only_what_is_missing_is_fetched_and_a_hole_ends_it(
+    engine: Make, cluster: Cluster
+) -> None:
+    writer = engine(config={"tag": "hole"})
+    tokens = writer.tokens(6)
+    kv = writer.compute(tokens, seed=3)
+    writer.back_up(tokens)
+    with StoreClient(cluster.address) as store:
+        (prefix,) = writer.backend._pools["kv"].prefixes
+        hashes = get_storage_hash_str(array("q", tokens), None, page_size=writer.cfg.page_size)
+        assert store.exists([prefix + each for each in hashes]) == [True] * 6
+        store.remove(prefix + hashes[4], force=True)
+    reader = engine(config={"tag": "hole"})
+    assert reader.prefetch(tokens) == 4 * reader.cfg.page_size
+    kept = 4 * reader.cfg.page_size
+    assert equal(reader.load(tokens[:kept]), [layer[:kept] for layer in kv])
+
+
+def threads(made: Engine) -> list[threading.Thread]:
+    controller = made.controller
+    return [
+        controller.prefetch_thread,
+        controller.prefetch_io_aux_thread,
+        controller.prefetch_sync_thread,
+        controller.backup_thread,
+    ]
+
+
+def test_a66_injected_failures_and_delays_lose_hits_and_nothing_else(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.02")
+    writer = engine(config={"tag": "unlucky"})
+    reader = engine(config={"tag": "unlucky"})
+    free = reader.controller.mem_pool_host.available_size()
+    found = 0
+    for number in range(12):
+        tokens = writer.tokens(1, start=1000 * number)
+        kv = writer.compute(tokens, seed=number)
+        writer.back_up(tokens)
+        hit = reader.prefetch(tokens)
+        found += hit
+        if hit:
+            assert equal(reader.load(tokens), kv)
+    assert 0 < found < 12 * writer.cfg.page_size
+    assert all(thread.is_alive() for made in (writer, reader) for thread in threads(made))
+    assert reader.controller.prefetch_tokens_occupied == 0
+    assert reader.controller.mem_pool_host.available_size() == free - found
+
+
+def test_f27_a65_a_store_that_dies_costs_hits_and_no_thread(fresh_cluster: Cluster) -> None:
+    """Within the settings' time; afterwards it is taken up again without a restart."""
+    config = backend_config(
+        fresh_cluster.address, exists_ms=200, get_ms=300, put_ms=300, pause_ms=200
+    )
+    made = Engine(FULL).attach(config)
+    try:
+        tokens = made.tokens(2)
+        made.compute(tokens, seed=1)
+        made.back_up(tokens)
+        port = int(fresh_cluster.address.rsplit(":", 1)[1])
+        fresh_cluster.master.child.kill()
+        fresh_cluster.master.child.wait(5_000)
+        start = time.monotonic()
+        backend = made.backend
+        assert backend.batch_exists(["0" * 64]) == 0
+        assert time.monotonic() - start < 2
+        start = time.monotonic()
+        assert made.prefetch(made.tokens(2, start=5000)) == 0
+        more = made.tokens(2, start=9000)
+        made.compute(more, seed=2)
+        made.back_up(more)
+        assert time.monotonic() - start < 8
+        assert all(thread.is_alive() for thread in threads(made))
+        fresh_cluster.start_master(port)
+        wait_until(lambda: made.backend.batch_exists(["0" * 64]) == 0 and stores(made))
+    finally:
+        made.doCleanups()
+
+
+def stores(made: Engine) -> bool:
+    key = f"{time.monotonic_ns():064x}"
+    indices = torch.arange(made.cfg.page_size)
+    return made.backend.batch_set_v1([key], indices) == [True]
+
+
+def test_a68_attached_and_detached_while_the_engine_lives(engine: Make, cluster: Cluster) -> None:
+    made = engine(config={"tag": "twice"})
+    tokens = made.tokens(2)
+    kv = made.compute(tokens, seed=4)
+    made.back_up(tokens)
+    for life in range(2):
+        made.controller.detach_storage_backend()
+        assert made.backend is None
+        config = backend_config(cluster.address, tag="twice")
+        config.pop("prefetch_threshold")
+        made.controller.attach_storage_backend(
+            "dynamic",
+            prefetch_threshold=1,
+            storage_backend_extra_config=config,
+            host_pools=made.controller.mem_pool_host.entries,
+        )
+        key = get_storage_hash_str(array("q", tokens), None, page_size=made.cfg.page_size)
+        assert made.backend.batch_exists(key) == 2, life
+    reader = engine(config={"tag": "twice"})
+    assert reader.prefetch(tokens) == len(tokens)
+    assert equal(reader.load(tokens), kv)
+
+
+def test_a68_what_cannot_be_attached_leaves_the_engine_as_it_was(engine: Make) -> None:
+    made = engine(config={"tag": "rollback"})
+    made.controller.detach_storage_backend()
+    for wrong in ({"mastr": "x"}, {"master": "127.0.0.1:9", "start_ms": 200}):
+        with pytest.raises(MooncakeError):
+            made.controller.attach_storage_backend(
+                "dynamic", storage_backend_extra_config={**backend_config("127.0.0.1:9"), **wrong}
+            )
+        assert made.backend is None
+        assert not made.controller.enable_storage
+
+
+def test_a60_latent_attention_is_written_by_one_rank_and_read_by_all(engine: Make) -> None:
+    named = {"mla": True, "config": {"tag": "ranks"}}
+    first = engine(**named, rank=(0, 2))
+    tokens = first.tokens(3)
+    kv = first.compute(tokens, seed=6)
+    first.back_up(tokens)
+    second = engine(**named, rank=(1, 2))
+    assert second.controller.backup_skip
+    assert not first.controller.backup_skip
+    assert second.prefetch(tokens) == len(tokens)
+    assert equal(second.load(tokens), kv)
+
+
+def test_a60_ranks_of_heads_read_their_own_pages_only(engine: Make) -> None:
+    named = {"config": {"tag": "heads"}}
+    first = engine(**named, rank=(0, 2))
+    tokens = first.tokens(2)
+    first.compute(tokens, seed=6)
+    first.back_up(tokens)
+    assert engine(**named, rank=(1, 2)).prefetch(tokens) == 0
+    assert engine(**named, rank=(0, 2)).prefetch(tokens) == len(tokens)
