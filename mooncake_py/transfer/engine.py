@@ -8,6 +8,7 @@ raises UsageError in the child.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mooncake_py.transfer.region import Registrable
 
 ADDRESS_BYTES = 512
+log = logging.getLogger(__name__)
 
 
 class TransferEngine(Handle):
@@ -53,6 +55,16 @@ class TransferEngine(Handle):
         self._registered: set[Region] = set()  # memory stays registered until told otherwise
         self._directory = directory
         self.inbox = Inbox(self)
+        if "rdma" in self.options.transports:
+            self._tell_about_rdma()
+
+    def _tell_about_rdma(self) -> None:
+        """No silent choice: the ports in use, or why it is tcp instead, are printed."""
+        rdma = self.describe()["rdma"]
+        if rdma["state"] == "on":
+            log.info("rdma: %s", rdma["reason"])
+        else:
+            log.warning("rdma is not used, tcp is: %s", rdma["reason"])
 
     @property
     def address(self) -> str:

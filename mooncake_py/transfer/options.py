@@ -35,6 +35,21 @@ class Faults:
 
 
 @dataclass(frozen=True, slots=True)
+class Rdma:
+    """How the `rdma` transport uses this machine's devices.
+
+    `devices` are names like "mlx5_0" or "mlx5_0:1" (device and port), in the order of preference;
+    () takes every active port. The i-th port of one side is joined with the i-th of the other.
+    """
+
+    devices: tuple[str, ...] = ()
+    gid_index: int | None = None  # None: chosen, RoCE v2 with an IPv4 address first
+    traffic_class: int = 0
+    region_max_bytes: int = 0  # registered at once; 0: what the devices say
+    rails_max: int = 1024  # queue pairs made at a time; idle ones are evicted beyond it
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Where an engine listens, what it may use, and what bounds it.
 
@@ -53,6 +68,7 @@ class EngineOptions:
     tcp_lanes: int = 2  # connections a peer for large slices
     message_max_bytes: int = 16 << 20
     queue_max_bytes: int = 64 << 20
+    rdma: Rdma = field(default_factory=Rdma)
     faults: Faults | None = field(default=None)
 
 
@@ -79,13 +95,21 @@ def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
     keep = [
         ffi.new("char[]", options.listen.encode()),
         ffi.new("char[]", _advertised(options).encode()),
+        ffi.new("char[]", ",".join(options.rdma.devices).encode()),
     ]
     native.struct_size = ffi.sizeof("mc_engine_options")
     native.transports = sum({TRANSPORTS[name] for name in options.transports})
-    native.listen, native.advertise = keep
+    native.listen, native.advertise, native.rdma_devices = keep
     native.tcp_lanes = options.tcp_lanes
     native.message_max_bytes = options.message_max_bytes
     native.queue_max_bytes = options.queue_max_bytes
+    rdma = options.rdma
+    if not 0 <= rdma.traffic_class <= 255 or rdma.rails_max < 1:
+        raise UsageError("rdma: traffic_class is 0 to 255 and rails_max at least 1", got=rdma)
+    native.rdma_gid_index = -1 if rdma.gid_index is None else rdma.gid_index
+    native.rdma_traffic_class = rdma.traffic_class
+    native.rdma_region_max_bytes = rdma.region_max_bytes
+    native.rdma_rails_max = rdma.rails_max
     faults = options.faults or Faults(seed=0)
     native.fault_seed = faults.seed & (1 << 64) - 1
     native.fault_loss_ppm = faults.loss_ppm

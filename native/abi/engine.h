@@ -13,6 +13,12 @@ typedef struct mc_engine_options {
     uint32_t tcp_lanes;          /* connections a peer for large slices */
     uint32_t message_max_bytes;  /* largest message accepted from a peer */
     uint64_t queue_max_bytes;    /* received, not yet taken messages; beyond it peers wait */
+    const char *rdma_devices;    /* "name" or "name:port", with commas between; "" = all active */
+    int32_t rdma_gid_index;      /* of the ports' tables; -1 = chosen */
+    int32_t rdma_traffic_class;  /* 0 to 255; -1 = 0 */
+    uint64_t rdma_region_max_bytes; /* registered at once; 0 = what the devices say */
+    uint32_t rdma_rails_max;     /* queue pairs made at a time; idle ones are evicted beyond it */
+    uint32_t reserved;
     uint64_t fault_seed;         /* `fake` transport: seed of its faults */
     uint32_t fault_loss_ppm;     /* `fake`: slices and messages that vanish, per million */
     uint32_t fault_corrupt_ppm;  /* `fake`: slices with a flipped bit, per million */

@@ -20,7 +20,7 @@ import numpy as np
 
 from mooncake_py._native.memory import address_of, crc32c
 from mooncake_py.errors import MooncakeError
-from mooncake_py.transfer import EngineOptions, Memory, Message, TransferEngine, make_slices
+from mooncake_py.transfer import EngineOptions, Memory, Message, Rdma, TransferEngine, make_slices
 
 ECHO, COMMAND, NOTE, SILENCE = 1, 2, 3, 4
 RECEIVE_MS = 60_000
@@ -170,6 +170,8 @@ class Far:
 def options_of(text: str) -> EngineOptions:
     given = json.loads(text)
     given["transports"] = tuple(given["transports"])
+    rdma = given.pop("rdma", {})
+    given["rdma"] = Rdma(**{**rdma, "devices": tuple(rdma.get("devices", ()))})
     return EngineOptions(**given)
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from transport_far import COMMAND, Far
 from mooncake_py._native.memory import address_of
 from mooncake_py.transfer import (
     EngineOptions,
+    Rdma,
     TransferEngine,
     make_slices,
 )
@@ -90,11 +91,14 @@ class PairedEngines:
     name: ClassVar[str]
     places: ClassVar[tuple[str, ...]] = ("thread", "process")
     maps: ClassVar[bool] = False  # peers' memfds can be mapped
+    near_rdma: ClassVar[Rdma] = Rdma()  # the ports of each side
+    far_rdma: ClassVar[Rdma] = Rdma()
 
     @contextmanager
     def pair(self, place: str, **options: Any) -> Iterator[Pair]:
         given = EngineOptions(listen="127.0.0.1:0", transports=(self.name,), **options)
-        near = TransferEngine(given)
+        near = TransferEngine(replace(given, rdma=self.near_rdma))
+        given = replace(given, rdma=self.far_rdma)
         if place == "thread":
             far = Far(given)
             thread = threading.Thread(target=far.serve)

@@ -18,14 +18,14 @@ MAGIC = 0x5445434D
 HELLO, CHOICE, LANE, READY = 1, 2, 3, 4
 TCP = 4
 MESSAGE, REPLY, READ, DATA, WRITE, PULL, QUERY = 1, 2, 3, 4, 5, 6, 8
-HELLO_FORMAT = struct.Struct("<IHHIi16s16s16sQIIIIII40s128s")
+HELLO_FORMAT = struct.Struct("<IHHIi16s16s16sQIIIIIIII40s128s")
 FRAME_FORMAT = struct.Struct("<IHHQIIQ")
 
 
 def hello(step: int, **other: int) -> bytes:
     return HELLO_FORMAT.pack(
         other.get("magic", MAGIC), other.get("major", 2), 0, step, 0, os.urandom(16), b"", b"", 0,
-        TCP, 1 << 20, 0, other.get("choice", 0), 0, 0, b"", b"",
+        TCP, 1 << 20, 0, other.get("choice", 0), 0, 0, 0, 0, b"", b"",
     )  # fmt: skip
 
 

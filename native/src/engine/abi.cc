@@ -8,6 +8,7 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <sstream>
 
 #include <sys/mman.h>
 
@@ -83,6 +84,16 @@ int32_t settings_of(const mc_engine_options& options, Settings* out) {
   if (options.tcp_lanes > 0) out->tcp_lanes = options.tcp_lanes;
   if (options.message_max_bytes > 0) out->message_bytes_max = options.message_max_bytes;
   if (options.queue_max_bytes > 0) out->queue_bytes_max = options.queue_max_bytes;
+  if (options.rdma_devices != nullptr) {
+    std::istringstream names(options.rdma_devices);
+    for (std::string name; std::getline(names, name, ',');) {
+      out->rdma.adapters.devices.push_back(name);
+    }
+  }
+  out->rdma.adapters.gid_index = options.rdma_gid_index;
+  out->rdma.adapters.traffic_class = options.rdma_traffic_class;
+  out->rdma.adapters.region_bytes_max = options.rdma_region_max_bytes;
+  if (options.rdma_rails_max > 0) out->rdma.rails_max = options.rdma_rails_max;
   out->fault_seed = options.fault_seed;
   out->fault_loss_ppm = options.fault_loss_ppm;
   out->fault_corrupt_ppm = options.fault_corrupt_ppm;
@@ -158,7 +169,7 @@ void mc_engine_wake(mc_engine* engine) {
 int32_t mc_region_register(mc_engine* engine, const mc_piece* pieces, uint64_t n, uint32_t access,
                            int32_t fd, uint32_t* out_region) {
   return call(engine, [&](Engine& core) {
-    return core.regions().add(pieces, n, access, fd, out_region);
+    return core.register_region(pieces, n, access, fd, out_region);
   });
 }
 

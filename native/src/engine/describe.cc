@@ -36,7 +36,7 @@ std::string peer_json(const Peer& peer) {
          ", \"reason\": " + quoted(peer.endpoint->reason()) +
          field("bytes_in", numbers.bytes_in) + field("bytes_out", numbers.bytes_out) +
          field("queued_bytes", numbers.queued_bytes) + field("parts_in_flight", numbers.in_flight) +
-         "}";
+         ", \"paths\": " + peer.endpoint->paths_json() + "}";
 }
 
 std::string region_json(const Region& region) {
@@ -71,7 +71,10 @@ std::string Engine::describe() {
   out += "], \"queues\": {\"messages\": " + std::to_string(queue_.count()) +
          field("message_bytes", queue_.bytes()) +
          field("message_bytes_max", settings_.queue_bytes_max) + field("batches", batches) +
-         field("strangers", strangers_) + "}" + field("refused", refused_) + "}";
+         field("strangers", strangers_) + "}" + field("refused", refused_) +
+         ", \"rdma\": {\"state\": \"" + (fabric_ ? "on" : "off") +
+         "\", \"reason\": " + quoted(rdma_text_) +
+         (fabric_ ? ", \"fabric\": " + fabric_->json() : "") + "}}";
   return out;
 }
 

@@ -9,6 +9,7 @@
 #include "engine/greeter.h"
 #include "engine/hello.h"
 #include "transport/fake/fake_endpoint.h"
+#include "transport/rdma/rdma_endpoint.h"
 
 namespace mc {
 namespace {
@@ -31,7 +32,9 @@ std::shared_ptr<Engine> engine_here(const Token& incarnation) {
 }
 
 Engine::Engine(Settings settings)
-    : settings_(std::move(settings)), queue_(settings_.queue_bytes_max) {}
+    : settings_(std::move(settings)),
+      transports_(settings_.transports),
+      queue_(settings_.queue_bytes_max) {}
 
 int32_t Engine::open(Settings settings, std::shared_ptr<Engine>* out) {
   const std::shared_ptr<Engine> engine(new Engine(std::move(settings)));
@@ -49,11 +52,27 @@ int32_t Engine::start() {
   closing_fd_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!closing_fd_) return fail_errno(MC_E_OUT_OF_SPACE, "eventfd");
   if (const int32_t status = loop_.start(); status != MC_OK) return status;
+  if ((transports_ & MC_TRANSPORT_RDMA) != 0) {
+    if (const int32_t status = start_rdma(); status != MC_OK) return status;
+  }
   if (!settings_.listen.empty()) {
     if (const int32_t status = start_listening(); status != MC_OK) return status;
   }
   const std::lock_guard lock(registry_mutex);
   registry[incarnation_] = weak_from_this();
+  return MC_OK;
+}
+
+// Without a usable device: a failure, or tcp where that was allowed.
+int32_t Engine::start_rdma() {
+  const int32_t status = rdma::Fabric::open(settings_.rdma, loop_, &fabric_);
+  if (status == MC_OK) {
+    rdma_text_ = fabric_->text();
+    return MC_OK;
+  }
+  rdma_text_ = last_error();
+  if ((transports_ & MC_TRANSPORT_TCP) == 0) return status;
+  transports_ &= ~static_cast<uint32_t>(MC_TRANSPORT_RDMA);
   return MC_OK;
 }
 
@@ -73,7 +92,7 @@ int32_t Engine::start_listening() {
     return fail(MC_E_USAGE, "address '%s' is too long", address_.c_str());
   }
   listeners_.push_back(std::make_shared<Listener>(*this, std::move(fd), false));
-  if ((settings_.transports & MC_TRANSPORT_SHM) != 0) {
+  if ((transports_ & MC_TRANSPORT_SHM) != 0) {
     shm_name_ = "mooncake-" + hex(random_token()).substr(0, 30);  // cannot be guessed
     Fd unix_fd;
     if (const int32_t status = listen_abstract(shm_name_, &unix_fd); status != MC_OK) return status;
@@ -129,6 +148,10 @@ void Engine::shutdown() {
     calls_left_.wait_for(lock, std::chrono::milliseconds(kLeaveMs), [this] { return calls_ == 0; });
   }
   executor_.stop();
+  if (fabric_) {
+    fabric_->stop();
+    fabric_->memory().drop_all();
+  }
   const Deadline leave = Deadline::in_ms(kOutsideMs);
   for (const auto& region : regions_.all()) region->revoke();
   for (const auto& region : regions_.all()) (void)region->wait_quiet(leave);
@@ -215,6 +238,10 @@ std::shared_ptr<Peer> Engine::peer_by_id(uint64_t id) {
 
 std::shared_ptr<StreamEndpoint> Engine::make_stream(uint32_t choice, Introduction who,
                                                     std::string reason) {
+  if (choice == MC_TRANSPORT_RDMA) {
+    const bool tcp = (transports_ & who.transports & MC_TRANSPORT_TCP) != 0;
+    return std::make_shared<RdmaEndpoint>(*this, std::move(who), stream_limits(), *fabric_, tcp);
+  }
   if (choice != MC_TRANSPORT_FAKE) {
     return std::make_shared<StreamEndpoint>(*this, std::move(who), stream_limits(),
                                             std::move(reason));
@@ -240,7 +267,8 @@ StreamLimits Engine::stream_limits() const {
 Hello Engine::own_hello() const {
   Hello hello;
   hello.incarnation = incarnation_;
-  hello.transports = settings_.transports;
+  hello.transports = transports_;
+  hello.rdma_ports = fabric_ ? static_cast<uint32_t>(fabric_->adapters().size()) : 0;
   hello.message_bytes_max = settings_.message_bytes_max;
   hello.message_window = message_window();
   hello.set_address(address_);
@@ -316,6 +344,27 @@ int32_t Engine::receive(Deadline deadline, Received* out) {
   }
 }
 
+int32_t Engine::register_region(const mc_piece* pieces, uint64_t n, uint32_t access, int32_t fd,
+                                uint32_t* out_region) {
+  uint32_t id = 0;
+  if (const int32_t status = regions_.add(pieces, n, access, fd, &id); status != MC_OK) {
+    return status;
+  }
+  const std::shared_ptr<Region> region = regions_.find(id);
+  if (fabric_ && region) {
+    const int32_t status = fabric_->memory().add(*region);
+    // Where tcp is allowed, peers read it that way; describe() has the reason.
+    if (status != MC_OK && (transports_ & MC_TRANSPORT_TCP) == 0) {
+      const std::string words = last_error();
+      std::shared_ptr<Region> last;
+      (void)regions_.drop(id, &last);
+      return fail(status, "%s", words.c_str());
+    }
+  }
+  *out_region = id;
+  return MC_OK;
+}
+
 int32_t Engine::deregister(uint32_t id, Deadline deadline) {
   std::shared_ptr<Region> region;
   std::vector<std::shared_ptr<Peer>> peers;
@@ -332,6 +381,7 @@ int32_t Engine::deregister(uint32_t id, Deadline deadline) {
   }
   for (const auto& peer : peers) peer->endpoint->forget(region);
   for (const auto& peer : peers) peer->endpoint->wait_forgotten(*region, deadline);
+  if (fabric_) fabric_->memory().drop(id, deadline);
   const bool quiet = region->wait_quiet(deadline);
   const std::lock_guard lock(mutex_);
   if (quiet) {

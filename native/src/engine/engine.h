@@ -20,6 +20,7 @@
 #include "base/address.h"
 #include "engine/messages.h"
 #include "transport/local/local_endpoint.h"
+#include "transport/rdma/fabric.h"
 #include "transport/stream/stream_endpoint.h"
 #include "transport/transport.h"
 
@@ -35,6 +36,7 @@ struct Settings {
   uint32_t tcp_lanes = 2;
   uint32_t message_bytes_max = 16 << 20;
   uint64_t queue_bytes_max = 64 << 20;
+  rdma::FabricOptions rdma;
   uint64_t fault_seed = 0;
   uint32_t fault_loss_ppm = 0, fault_corrupt_ppm = 0, fault_cut_ppm = 0, fault_delay_us = 0;
 };
@@ -59,6 +61,7 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   void leave();
 
   const Settings& settings() const { return settings_; }
+  uint32_t transports() const { return transports_; }  // that work here, of those asked for
   const Token& incarnation() const { return incarnation_; }
   const std::string& address() const { return address_; }
   const std::string& shm_name() const { return shm_name_; }
@@ -71,6 +74,8 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   int32_t close_peer(uint64_t id);
   // MC_E_PEER_UNREACHABLE with the reason once it is gone.
   int32_t find_peer(uint64_t id, std::shared_ptr<Peer>* out);
+  int32_t register_region(const mc_piece* pieces, uint64_t n, uint32_t access, int32_t fd,
+                          uint32_t* out_region);
   int32_t deregister(uint32_t region, Deadline deadline);
   // Nothing is written any more into a region that is being deregistered. Also after shutdown().
   bool is_quiet(uint32_t id);
@@ -117,6 +122,7 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   explicit Engine(Settings settings);
   int32_t start();
   int32_t start_listening();
+  int32_t start_rdma();
   int32_t connect_peer(const std::string& address, Deadline deadline, uint64_t* out_peer);
   int32_t open_local(const Hello& hello, const std::string& address, uint64_t* out_peer);
   int32_t open_shm(const Hello& hello, const std::string& address, Deadline deadline,
@@ -133,8 +139,11 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   std::string address_;   // "" when not listening
   std::string shm_name_;  // of the abstract unix socket; "" when shm is off
   Fd closing_fd_;         // readable once the engine closes
+  uint32_t transports_;
+  std::string rdma_text_;  // what was chosen, or why there is none
   Loop loop_;
   Executor executor_;
+  std::unique_ptr<rdma::Fabric> fabric_;  // or none
   RegionTable regions_;
   MessageQueue queue_;
   std::vector<std::shared_ptr<Listener>> listeners_;

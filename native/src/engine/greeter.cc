@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include <bit>
 #include <cerrno>
 
 #include "transport/shm/shm_endpoint.h"
@@ -126,15 +127,15 @@ void Greeter::hello_on_progress() {
 
 Introduction Greeter::stranger() const {
   return {first_.incarnation, first_.address_text(), first_.transports, first_.message_bytes_max,
-          first_.message_window};
+          first_.message_window, first_.rdma_ports};
 }
 
 void Greeter::choice_on_progress() {
   const uint32_t choice = got_.choice;
   Hello ready = engine_.own_hello();
   ready.step = Step::kReady;
-  if ((choice != MC_TRANSPORT_TCP && choice != MC_TRANSPORT_FAKE) ||
-      (choice & engine_.settings().transports) == 0) {
+  constexpr uint32_t streams = MC_TRANSPORT_TCP | MC_TRANSPORT_FAKE | MC_TRANSPORT_RDMA;
+  if (std::popcount(choice) != 1 || (choice & streams & engine_.transports()) == 0) {
     ready.status = MC_E_PEER_UNREACHABLE;
     engine_.refused();
     (void)answer_on_progress(ready);

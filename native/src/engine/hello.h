@@ -39,6 +39,7 @@ struct Hello {
   uint32_t transports = 0, message_bytes_max = 0, lane = 0, choice = 0;
   uint32_t reads_memory = 0;  // shm: process_vm_readv of the other one's token succeeded
   uint32_t message_window = 0;
+  uint32_t rdma_ports = 0, reserved = 0;
   char shm_name[40] = "";
   char address[128] = "";
 
@@ -49,7 +50,7 @@ struct Hello {
   std::string address_text() const { return {address, strnlen(address, sizeof address)}; }
   std::string shm_name_text() const { return {shm_name, strnlen(shm_name, sizeof shm_name)}; }
 };
-static_assert(sizeof(Hello) == 264);
+static_assert(sizeof(Hello) == 272);
 
 // MC_E_VERSION or MC_E_PEER_UNREACHABLE unless it is a record of our protocol at this step.
 int32_t check_hello(const Hello& hello, Step step);

@@ -13,7 +13,7 @@ constexpr uint32_t kLanesMax = 16;
 
 Introduction introduction_of(const Hello& hello) {
   return {hello.incarnation, hello.address_text(), hello.transports, hello.message_bytes_max,
-          hello.message_window};
+          hello.message_window, hello.rdma_ports};
 }
 
 }  // namespace
@@ -66,7 +66,7 @@ int32_t Engine::connect_peer(const std::string& address, Deadline deadline, uint
     status = receive_hello(fd.get(), Step::kHello, deadline, closing_fd(), &theirs);
   }
   if (status != MC_OK) return fail(status, "%s: %s", address.c_str(), std::string(last_error()).c_str());
-  const uint32_t both = settings_.transports & theirs.transports;
+  const uint32_t both = transports_ & theirs.transports;
   if ((both & MC_TRANSPORT_LOCAL) != 0 &&
       open_local(theirs, address, out_peer) == MC_OK) {
     return MC_OK;
@@ -137,12 +137,14 @@ int32_t Engine::open_shm(const Hello& hello, const std::string& address, Deadlin
 
 int32_t Engine::open_stream(Fd fd, const Hello& hello, const std::string& address,
                             const std::string& reason, Deadline deadline, uint64_t* out_peer) {
-  const uint32_t both = settings_.transports & hello.transports;
-  const uint32_t choice = (both & MC_TRANSPORT_FAKE) != 0 ? MC_TRANSPORT_FAKE : MC_TRANSPORT_TCP;
+  const uint32_t both = transports_ & hello.transports;
+  const uint32_t choice = (both & MC_TRANSPORT_FAKE) != 0   ? MC_TRANSPORT_FAKE
+                          : (both & MC_TRANSPORT_RDMA) != 0 ? MC_TRANSPORT_RDMA
+                                                            : MC_TRANSPORT_TCP;
   if ((both & choice) == 0) {
     return fail(MC_E_PEER_UNREACHABLE,
                 "%s: no common transport works (here %#x, there %#x; %s)", address.c_str(),
-                settings_.transports, hello.transports, reason.c_str());
+                transports_, hello.transports, reason.c_str());
   }
   Hello choose = own_hello();
   choose.step = Step::kChoice;
@@ -162,7 +164,10 @@ int32_t Engine::open_stream(Fd fd, const Hello& hello, const std::string& addres
     return status;
   }
   HostPort where;
-  if (parse_host_port(address, &where) == MC_OK) open_lanes(where, hello, *endpoint, deadline);
+  const bool lanes = choice != MC_TRANSPORT_RDMA;  // its data goes another way
+  if (lanes && parse_host_port(address, &where) == MC_OK) {
+    open_lanes(where, hello, *endpoint, deadline);
+  }
   *out_peer = id;
   return MC_OK;
 }

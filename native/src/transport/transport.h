@@ -94,6 +94,8 @@ class Endpoint {
   // Why this transport and these ways of moving data, in words.
   virtual std::string reason() const = 0;
   virtual EndpointNumbers numbers() const = 0;
+  // The paths to the peer with the state of each: a JSON array.
+  virtual std::string paths_json() const { return "[]"; }
 
   // Start the batch. `blocking`: the caller waits for it anyway, so that copies may run in the
   // calling thread (until the batch's deadline); otherwise return soon. Never fails: what cannot
@@ -137,6 +139,7 @@ struct Introduction {
   uint32_t transports = 0;
   uint32_t message_max_bytes = 0;
   uint32_t message_window = 0;  // bytes of messages it lets be on their way to it
+  uint32_t rdma_ports = 0;      // that it has
 };
 
 }  // namespace mc

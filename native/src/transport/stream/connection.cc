@@ -171,12 +171,16 @@ Connection::Body Connection::begin_on_progress(const FrameHead& head) {
     case FrameType::kCancel:
       return head.a <= kEntriesMax && head.nbytes == head.a * sizeof(uint64_t) ? Body::kInline
                                                                                : Body::kBad;
+    case FrameType::kRailOffer:
+    case FrameType::kRailAnswer:
+      return head.nbytes <= kRailBodyMax ? Body::kInline : Body::kBad;
     case FrameType::kDone:
     case FrameType::kQuery:
     case FrameType::kRevoked:
     case FrameType::kRevokedAck:
     case FrameType::kCredit:
     case FrameType::kGate:
+    case FrameType::kRailClose:
       return head.nbytes == 0 ? Body::kInline : Body::kBad;
   }
   return Body::kBad;

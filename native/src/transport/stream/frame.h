@@ -19,6 +19,9 @@
 //   credit       -            -        -        bytes     -
 //   cancel       -            count    -        -         count x tag (kEntriesMax)
 //   gate         -            -        -        -         -
+//   rail_offer   attempt      -        -        -         RailOffer (rdma, rdma/rail.h)
+//   rail_answer  attempt      status   -        -         RailAnswer
+//   rail_close   attempt      -        -        -         -
 //
 // read asks for parts; each is answered by one data frame, in any order, straight from memory.
 // write carries a part; it is answered by done. pull asks the owner to fetch a part by itself
@@ -39,7 +42,7 @@ namespace mc {
 
 enum class FrameType : uint16_t {
   kMessage = 1, kReply, kRead, kData, kWrite, kPull, kDone, kQuery, kRegion, kRevoked, kRevokedAck,
-  kCredit, kCancel, kGate,
+  kCredit, kCancel, kGate, kRailOffer, kRailAnswer, kRailClose,
 };
 
 struct FrameHead {
@@ -75,6 +78,7 @@ static_assert(sizeof(RegionInfo) == 16);
 // What a message counts in windows and queues: its bytes and what it takes to keep them.
 constexpr uint64_t message_cost(uint32_t nbytes) { return uint64_t{nbytes} + 64; }
 
+inline constexpr uint32_t kRailBodyMax = 1 << 10;
 inline constexpr uint32_t kWriteCrc = 1, kRegionHasFd = 1, kRegionWritable = 2,
                           kRegionSlotShift = 8;
 

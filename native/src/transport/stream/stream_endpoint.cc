@@ -138,6 +138,29 @@ bool StreamEndpoint::issue_batch(const std::shared_ptr<Batch>& batch, const Lane
   return false;
 }
 
+bool StreamEndpoint::issue_part(const std::shared_ptr<Batch>& batch, const Part& part) {
+  const std::shared_ptr<Connection> by = lane(0);
+  ++in_flight_;
+  const uint64_t tag = by->parts().add(batch, part);
+  if (tag == 0) {
+    --in_flight_;
+    return false;
+  }
+  if (part.op == MC_OP_WRITE) {
+    by->out().push(write_head(part, tag), batch, part.local);
+    by->flush();
+    return true;
+  }
+  const ReadEntry entry{tag, part.region, 0, part.remote_offset, part.length};
+  FrameHead head;
+  head.type = FrameType::kRead;
+  head.a = 1;
+  head.nbytes = sizeof entry;
+  (void)by->write(
+      [&](OutQueue& out) { return out.send(head, &entry, OutQueue::Room::kAlways); });
+  return true;
+}
+
 FrameHead StreamEndpoint::write_head(const Part& part, uint64_t tag) {
   FrameHead head;
   head.type = FrameType::kWrite;

@@ -44,7 +44,7 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   const Introduction& peer() const { return peer_; }
 
   // For its connections.
-  void issue();
+  virtual void issue();
   virtual void part_over(const std::shared_ptr<Batch>& batch, const Part& part, int32_t status,
                          uint32_t crc);
   // A frame that only some stream transports know. False: against the protocol.
@@ -54,6 +54,8 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
  protected:
   // False: the part is not sent, as if it had been lost on the way. Called in issue().
   virtual bool passes(const Part&) { return true; }
+  // Send one part by lane 0, which was handed out by somebody else. False: the peer is gone.
+  bool issue_part(const std::shared_ptr<Batch>& batch, const Part& part);
   static FrameHead write_head(const Part& part, uint64_t tag);
   // How a write travels; default: its bytes are pushed. Called in issue().
   virtual uint64_t write_part_max() const { return kPartMax; }

@@ -1,0 +1,102 @@
+#include "transport/rdma/fabric.h"
+
+#include <algorithm>
+
+#include "transport/rdma/rdma_endpoint.h"
+
+namespace mc::rdma {
+
+Fabric::Fabric(const FabricOptions& options, Adapters adapters)
+    : options_(options),
+      adapters_(std::move(adapters)),
+      memory_(adapters_,
+              (*std::min_element(adapters_.begin(), adapters_.end(), [](const auto& a, const auto& b) {
+                return a->region_bytes_max() < b->region_bytes_max();
+              }))->region_bytes_max()),
+      staging_(adapters_) {}
+
+int32_t Fabric::open(const FabricOptions& options, Loop& loop, std::unique_ptr<Fabric>* out) {
+  std::string why;
+  Adapters adapters = open_adapters(options.adapters, &why);
+  if (adapters.empty()) return fail(MC_E_USAGE, "no RDMA here: %s", why.c_str());
+  if (adapters.size() > kAdaptersMax) adapters.resize(kAdaptersMax);
+  std::unique_ptr<Fabric> fabric(new Fabric(options, std::move(adapters)));
+  for (const auto& adapter : fabric->adapters_) {
+    if (const int32_t status = adapter->start(loop); status != MC_OK) return status;
+  }
+  *out = std::move(fabric);
+  return MC_OK;
+}
+
+Fabric::~Fabric() { stop(); }
+
+void Fabric::stop() {
+  for (const auto& adapter : adapters_) adapter->stop();
+}
+
+std::string Fabric::text() const {
+  std::string out;
+  for (const auto& adapter : adapters_) out += (out.empty() ? "" : "; ") + adapter->text();
+  return out;
+}
+
+std::string Fabric::json() const {
+  const auto field = [](const char* name, uint64_t value) {
+    return ", \"" + std::string(name) + "\": " + std::to_string(value);
+  };
+  std::string out = "{\"ports\": [";
+  for (size_t i = 0; i < adapters_.size(); ++i) {
+    const Adapter& adapter = *adapters_[i];
+    out += (i > 0 ? ", " : "") + std::string("{\"name\": \"") + adapter.name() + "\"" +
+           field("port", adapter.port()) + ", \"chosen\": \"" + adapter.text() + "\"" +
+           ", \"active\": " + (adapter.is_active() ? "true" : "false") +
+           field("queue_pairs", adapter.qps()) + field("polls", adapter.polls()) +
+           field("events", adapter.events()) + "}";
+  }
+  const MemoryNumbers memory = memory_.numbers();
+  std::string refusal;
+  for (const char c : memory.refusal) refusal += c == '"' || c == '\\' ? '\'' : c;
+  return out + "], \"memory\": {\"registrations\": " + std::to_string(memory.registrations) +
+         field("registered_bytes", memory.registered_bytes) +
+         field("registered_total", memory.total) + field("registering_ns", memory.total_ns) +
+         field("refused", memory.refused) + ", \"refusal\": \"" + refusal + "\"}" +
+         field("rails", rails_) + field("rails_max", options_.rails_max) +
+         field("evictions", evictions_) + "}";
+}
+
+bool Fabric::admit_rail(const std::shared_ptr<RdmaEndpoint>& endpoint) {
+  while (rails_.fetch_add(1) >= options_.rails_max) {
+    --rails_;
+    std::vector<std::shared_ptr<RdmaEndpoint>> oldest_first;
+    {
+      const std::lock_guard lock(mutex_);
+      for (auto it = users_.rbegin(); it != users_.rend(); ++it) {
+        auto other = it->endpoint.lock();
+        if (other && other != endpoint) oldest_first.push_back(std::move(other));
+      }
+    }
+    const bool evicted = std::any_of(oldest_first.begin(), oldest_first.end(),
+                                     [](const auto& other) { return other->evict(); });
+    if (!evicted) return false;
+    ++evictions_;
+  }
+  const std::lock_guard lock(mutex_);
+  std::erase_if(users_, [&](const User& user) { return user.raw == endpoint.get(); });
+  users_.push_front({endpoint.get(), endpoint});
+  return true;
+}
+
+void Fabric::touch(const RdmaEndpoint& endpoint) {
+  const std::lock_guard lock(mutex_);
+  if (users_.empty() || users_.front().raw == &endpoint) return;
+  const auto found = std::find_if(users_.begin(), users_.end(),
+                                  [&](const User& user) { return user.raw == &endpoint; });
+  if (found != users_.end()) users_.splice(users_.begin(), users_, found);
+}
+
+void Fabric::forget(const RdmaEndpoint& endpoint) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(users_, [&](const User& user) { return user.raw == &endpoint; });
+}
+
+}  // namespace mc::rdma
