@@ -29,6 +29,8 @@ PLACEMENT_ROW = struct.Struct("<IIQQQ")
 COPY_ROW = struct.Struct("<IIQQQQ16sQIIQQ")
 # task, code, reserved
 TASK_DONE_ROW = struct.Struct("<QII")
+# offset, generation
+REPLICA_ROW = struct.Struct("<QQ")
 # key_index, reserved, segment_id
 FAILED_ROW = struct.Struct("<IIQ")
 
@@ -40,6 +42,9 @@ def extent_bytes(length: int) -> int:
 
 
 _RESERVED = b"\xff"  # no UTF-8 text begins with it
+
+
+RESERVED_ROW = (1 << 64) - 1  # in `reserved` of an EXTENT_ROW: granted without a key
 
 
 def reserved_key(generation: int) -> bytes:

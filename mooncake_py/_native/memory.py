@@ -66,6 +66,18 @@ def memory_open(
     return int(address[0]), int(rounded[0]), int(fd[0])
 
 
+def memory_open_file(fd: int, nbytes: int) -> int:
+    """The first `nbytes` (whole pages) of a file, allocated, mapped and populated: its address. To
+    be closed with `memory_close(address, nbytes, -1)`. Raises OutOfSpace, UsageError."""
+    address = ffi.new("uint64_t *")
+    status = lib.mc_memory_open_file(fd, nbytes, address)
+    if status:
+        raise error_of(
+            status, "the file has no room for a segment of this size, or is none", nbytes=nbytes
+        )
+    return int(address[0])
+
+
 def memory_close(address: int, nbytes: int, fd: int) -> None:
     """Unmap and close what `memory_open` returned. Views of it must be gone."""
     lib.mc_memory_close(address, nbytes, fd)

@@ -36,12 +36,14 @@ class PullServer:
         self._handle: Any = out[0]
         self._lock = threading.Lock()
 
-    def mount(self, segment_id: int, secret: bytes) -> None:
-        """Serve grants of this segment from now on; what is being copied is not sealed."""
-        lib.mc_pulls_mount(self._handle, segment_id, secret[:SECRET_BYTES])
+    def mount(self, segment_id: int, secret: bytes, name_secret: bytes) -> None:
+        """Serve grants of this segment from now on; what is being copied is not sealed. Without a
+        name secret objects keep no names."""
+        names = name_secret[:SECRET_BYTES] if name_secret else ffi.NULL
+        lib.mc_pulls_mount(self._handle, segment_id, secret[:SECRET_BYTES], names)
 
     def unmount(self) -> None:
-        lib.mc_pulls_mount(self._handle, 0, ffi.NULL)
+        lib.mc_pulls_mount(self._handle, 0, ffi.NULL, ffi.NULL)
 
     def drain(self) -> None:
         """Take nothing new; what runs may end."""

@@ -9,7 +9,10 @@ import numpy as np
 
 from mooncake_py._native import ffi, lib
 from mooncake_py.errors import UsageError, error_of
-from mooncake_py.wire.rows import EXTENT
+from mooncake_py.wire.rows import EXTENT, GENERATIONS, REPLICA
+
+_END = (1 << 64) - 1
+NAMES_MAX_BYTES = 1 << 20  # of one page of named extents; longer than any single name
 
 
 class SegmentStats(NamedTuple):
@@ -18,6 +21,18 @@ class SegmentStats(NamedTuple):
     writing_count: int
     refused_count: int
     held_count: int
+    journal_nbytes: int
+    journal_failures: int
+
+
+class NamedExtents(NamedTuple):
+    """A page of sealed extents: `rows` (EXTENT), where in `names` each one's name ends, and the
+    offset to go on at (None: there are no more)."""
+
+    rows: np.ndarray
+    names: bytes
+    ends: np.ndarray
+    following: int | None
 
 
 class OwnedSegment:
@@ -67,6 +82,33 @@ class OwnedSegment:
             _i32(statuses, rows),
         )
 
+    def name(
+        self,
+        rows: np.ndarray,
+        common: bytes,
+        keys: bytes,
+        ends: np.ndarray,
+        secret: bytes,
+        statuses: np.ndarray,
+    ) -> None:
+        """Between begin and seal: row i's object is called `common` and then its key, the part of
+        `keys` up to `ends[i]` (u64). A key whose digest under `secret` (16 bytes) is not the row's
+        gets the status of AccessRefused."""
+        if len(ends) != len(rows) or len(secret) != 16:
+            raise UsageError("one end a row, and a secret of 16 bytes", rows=len(rows))
+        lib.mc_segment_name(
+            self._live(),
+            _rows(rows),
+            len(rows),
+            ffi.from_buffer("uint8_t[]", common),
+            len(common),
+            ffi.from_buffer("uint8_t[]", keys),
+            len(keys),
+            ffi.from_buffer("uint64_t[]", ends),
+            ffi.from_buffer("uint8_t[]", secret),
+            _i32(statuses, rows),
+        )
+
     def seal(self, rows: np.ndarray, crcs: np.ndarray, now_ms: int, statuses: np.ndarray) -> None:
         lib.mc_segment_seal(
             self._live(),
@@ -97,6 +139,8 @@ class OwnedSegment:
             out.writing_count,
             out.refused_count,
             out.held_count,
+            out.journal_nbytes,
+            out.journal_failures,
         )
 
     def inventory(self, offset: int = 0, limit: int = 4096) -> np.ndarray:
@@ -104,6 +148,69 @@ class OwnedSegment:
         rows = np.zeros(limit, dtype=EXTENT)
         count = lib.mc_segment_inventory(self._live(), offset, _rows(rows), limit)
         return rows[:count]
+
+    def named(
+        self, ranges: np.ndarray, offset: int = 0, mark: int = 0, limit: int = 512
+    ) -> NamedExtents:
+        """Sealed extents at `offset` and behind whose generation is in one of `ranges`
+        (GENERATIONS) and that do not carry `mark`; at most `limit`."""
+        rows = np.zeros(limit, dtype=EXTENT)
+        ends = np.zeros(limit, dtype=np.uint64)
+        names = bytearray(NAMES_MAX_BYTES)
+        following = ffi.new("uint64_t *")
+        count = lib.mc_segment_named(
+            self._live(),
+            offset,
+            ffi.from_buffer("mc_generations[]", np.ascontiguousarray(ranges, GENERATIONS)),
+            len(ranges),
+            mark,
+            _rows(rows),
+            limit,
+            ffi.from_buffer("uint8_t[]", names),
+            len(names),
+            ffi.from_buffer("uint64_t[]", ends),
+            following,
+        )
+        if count < 0:
+            raise error_of(count, "a name is longer than a page of names")
+        used = int(ends[count - 1]) if count else 0
+        after = None if following[0] == _END else following[0]
+        return NamedExtents(rows[:count], bytes(names[:used]), ends[:count], after)
+
+    def mark(self, replicas: np.ndarray, mark: int) -> np.ndarray:
+        """The master believes in these (REPLICA): mark those that are there, answer the others."""
+        absent = np.zeros(len(replicas), dtype=np.uint8)
+        lib.mc_segment_mark(
+            self._live(),
+            ffi.from_buffer("mc_replica[]", np.ascontiguousarray(replicas, REPLICA)),
+            len(replicas),
+            mark,
+            ffi.from_buffer("uint8_t[]", absent, require_writable=True),
+        )
+        missing: np.ndarray = replicas[absent != 0]
+        return missing
+
+    def adopt(self, rows: np.ndarray, names: bytes, ends: np.ndarray, statuses: np.ndarray) -> None:
+        """Take over what a former owner of this memory sealed, after checking header, checksum
+        and overlap. Row i's name ends at `ends[i]` (u64) of `names`. Several threads may adopt."""
+        if len(ends) != len(rows):
+            raise UsageError("one end a row", rows=len(rows), ends=len(ends))
+        lib.mc_segment_adopt(
+            self._live(),
+            _rows(rows),
+            len(rows),
+            ffi.from_buffer("uint8_t[]", names),
+            len(names),
+            ffi.from_buffer("uint64_t[]", ends),
+            _i32(statuses, rows),
+        )
+
+    def journal(self, fd: int) -> None:
+        """Keep the journal in this file from now on (native/abi/segment.h), beginning with what is
+        in the table. OutOfSpace: it goes on in the file before."""
+        status = lib.mc_segment_journal(self._live(), fd)
+        if status:
+            raise error_of(status, "the segment's journal could not be written")
 
     def close(self) -> None:
         """Forget the table; the memory is not touched. May be called twice, by one owner at a

@@ -120,6 +120,35 @@ class Allocator:
         else:
             self._file(start, end - start)
 
+    def claim(self, start: int, units: int) -> bool:
+        """Take exactly this range; False: not all of it is free. Cheap in ascending order behind
+        everything that is taken, else a walk over the holes."""
+        end = start + units
+        if self._tail <= start and end <= self._tail_end:
+            before, self._tail = self._tail, end
+            if before < start:
+                self._file(before, start - before)
+            self.free -= units
+            return True
+        for hole, size in self._starts.items():
+            if hole <= start and end <= hole + size:
+                break
+        else:
+            return False
+        self._forget(hole, size)
+        if hole < start:
+            self._file(hole, start - hole)
+        if end < hole + size:
+            self._file(end, hole + size - end)
+        self.free -= units
+        return True
+
+    def grow(self, units: int) -> None:
+        """The address space has become larger."""
+        start, added = self.units, units - self.units
+        self.units = units
+        self.give(start, added)
+
     def rebuild(self, taken: Iterable[tuple[int, int]]) -> None:
         """Start over with exactly these (start, units) ranges taken; they must not overlap."""
         self._clear()

@@ -27,10 +27,12 @@ from mooncake_py.master import (
     puts,
     quotas,
     reads,
+    recovery,
     removal,
     repair,
     replay,
     reservations,
+    snapshots,
 )
 from mooncake_py.master.commands import (
     Applied,
@@ -41,6 +43,7 @@ from mooncake_py.master.commands import (
     Events,
     Exists,
     Heartbeat,
+    Inventory,
     List,
     Locate,
     Mount,
@@ -96,6 +99,9 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
                 for page, each in tenant.listings.items()
                 if each.used_ms + _LISTING_MS > now_ms
             }
+    work.unseal_all(state.late_unseals.due(now_ms))
+    if state.unrecorded.open:
+        recovery.refresh(state, now_ms)
     if state.doubts:
         state.doubts = {which: until for which, until in state.doubts.items() if until > now_ms}
     return work.done(Done(more), now_ms)
@@ -176,6 +182,7 @@ _VERBS: dict[type, Callable[[CatalogState, Any, int], Applied]] = {
     Mount: nodes.mount,
     Heartbeat: nodes.heartbeat,
     Unmount: nodes.unmount,
+    Inventory: recovery.inventory,
     Tick: _tick,
     Status: _status,
 }
@@ -204,14 +211,15 @@ class Catalog:
 
     def snapshot(self, now_ms: int = 0) -> bytes:
         """The whole state (without leases) in the shortest form that `restore` reads."""
-        return replay.snapshot(self.state, now_ms)
+        return snapshots.snapshot(self.state, now_ms)
 
     def restore(
-        self, snapshot: bytes | None, records: Iterable[bytes], now_ms: int
+        self, snapshot: bytes | None, records: Iterable[bytes], now_ms: int, corrupt: int = 0
     ) -> RestoreReport:
-        """Replace the state by what these records say. What is damaged is counted and left out."""
+        """Replace the state by what these records say. What is damaged is counted and left out,
+        with the `corrupt` ones that the store has left out already."""
         self.state = CatalogState(self.settings)
-        return replay.restore(self.state, snapshot, records, now_ms)
+        return replay.restore(self.state, snapshot, records, now_ms, corrupt)
 
     def take_over(self, shadow: Shadow, now_ms: int) -> RestoreReport | None:
         """As `restore`, from a shadow that followed the records as they came and is not used any
@@ -221,8 +229,17 @@ class Catalog:
         self.state = shadow.state
         return shadow.report
 
-    def begin_term(self, term: int) -> None:
+    def begin_term(
+        self,
+        term: int,
+        now_ms: int = 0,
+        foreign_until_ms: int = 0,
+        durable_puts: bool = False,
+    ) -> list[bytes]:
         """From now on generations and segment ids are this term's own, so that nothing a former
         master handed out is ever handed out again, whatever of its log was lost. `term`: durable,
-        and greater than that of every master before (`MetadataStore.load` promises both)."""
-        self.state.begin_term(term)
+        and greater than that of every master before (`MetadataStore.load` promises both). Until
+        `foreign_until_ms` segments of a cluster whose records are lost are taken over.
+        `durable_puts`: a put is acknowledged once it is recorded. Answers records that must be
+        durable before any other of this term."""
+        return [recovery.begin_term(self.state, term, now_ms, foreign_until_ms, durable_puts)]

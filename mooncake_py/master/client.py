@@ -23,13 +23,20 @@ from mooncake_py.wire.answers import (
     ClusterInfo,
     Grants,
     Listing,
-    MountedSegment,
     NodeGrant,
     Placements,
     Removed,
     Segment,
     Status,
     TaskBatch,
+)
+from mooncake_py.wire.inventory import (
+    Inventoried,
+    MountedSegment,
+    Page,
+    inventoried,
+    inventory_request,
+    mounted,
 )
 from mooncake_py.wire.reserved import Reservations
 
@@ -213,10 +220,17 @@ class MasterClient(MasterLink):
 
     # --- nodes and tools ------------------------------------------------------------------------
 
-    def mount(self, mount: c.Mount, *, timeout_ms: int) -> MountedSegment:
-        """Offer a segment. UsageError: the name is taken."""
+    def mount(self, mount: c.Mount, cluster_id: str = "", *, timeout_ms: int) -> MountedSegment:
+        """Offer a segment, mounted before in this cluster. UsageError: the name is taken."""
         deadline = Deadline(timeout_ms, self._clock)
-        return answers.mounted(self._call(lane.MOUNT, answers.mount_request(mount), deadline))
+        request = answers.mount_request(mount, cluster_id)
+        return mounted(self._call(lane.MOUNT, request, deadline))
+
+    def inventory(self, page: Page, *, timeout_ms: int) -> Inventoried:
+        """One page of what a node holds. ObjectNotFound: it is not mounted there."""
+        deadline = Deadline(timeout_ms, self._clock)
+        request = inventory_request(page)
+        return inventoried(self._call(lane.INVENTORY, request, deadline))
 
     def heartbeat(self, heartbeat: c.Heartbeat, *, timeout_ms: int) -> Beat:
         """Not `known`: mount again."""

@@ -68,6 +68,7 @@ class Reserve:
     count: int
     host_id: str = ""  # of the writer
     random: int = 0  # 64 random bits for placement
+    digest: bytes = bytes(16)  # of no key, under the tenant's secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,40 @@ class Mount:
     host_id: str
     segment_id: int = 0  # 0: a new segment
     domain: str = ""  # what fails together with others of the same label (rack, zone); "": unknown
+    # Of recovery (recovery.py):
+    recovers: bool = False  # the node answers with its inventory if it is asked to
+    foreign: bool = False  # its segment id is of another cluster than this one
+    warm: bool = False  # another incarnation that has taken over the memory of `segment_id`
+    keeps: bool = False  # the memory outlives its process, so it may come back
+    former_term: int = 0  # of the master that granted what it holds
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What an extent's object is called. Deadlines: ms, 0 none. `generation`: of the object, when
+    this replica was copied and carries another one, else 0."""
+
+    tenant: str
+    key: bytes
+    soft_pin_until_ms: int = 0
+    ttl_until_ms: int = 0
+    hard_pin: bool = False
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a node holds, page by page (recovery.py). `names`: one a row, None where unknown."""
+
+    node: str
+    incarnation: int
+    segment_id: int
+    rows: bytes = b""  # EXTENT_ROW
+    names: Sequence[Name | None] = ()
+    recorded: bool = False
+    compare: bool = False
+    cursor: int = 0
+    absent: bytes = b""  # REPLICA_ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +240,7 @@ class Status:
 Command = (
     Exists | Locate | PutStart | Reserve | PutEnd | PutRevoke | Remove | List | Report | SetQuota
     | Events | CopyObjects | Drain | Mount | Heartbeat | Unmount | Tasks | Tick | Status
+    | Inventory
 )  # fmt: skip
 
 # --- answers ------------------------------------------------------------------------------------
@@ -268,7 +304,23 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Mounted:
+    """`recover`: the master wants the inventory, first that of `unrecorded` generations (ranges
+    from, below); what was granted from `first_generation` on it knows anyway."""
+
     segment_id: int
+    recover: bool = False
+    unrecorded: Sequence[tuple[int, int]] = ()
+    first_generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inventoried:
+    """`believed`: a page of what the catalog believes to be there; `more` follows at `cursor`."""
+
+    unseal: bytes = b""  # EXTENT_ROW: of the rows given, those that have ended
+    believed: bytes = b""  # REPLICA_ROW
+    cursor: int = 0
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +433,7 @@ class DrainInfo:
 
 Reply = (
     Refused | Statuses | Present | Located | Granted | Reserved | Listed | Mounted | StatusInfo
-    | Done | EventPage | TaskList | DrainInfo
+    | Done | EventPage | TaskList | DrainInfo | Inventoried
 )  # fmt: skip
 
 # --- effects ------------------------------------------------------------------------------------

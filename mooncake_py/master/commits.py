@@ -58,7 +58,7 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
                 state.end_grant(work, grant, Event.ALL_REPLICAS_FAILED, now_ms)
                 status[i] = _EXPIRED
                 continue
-        _replace(state, work, tenant, key, now_ms)
+        replace_former(state, work, tenant, key, now_ms)
         commit(state, put, index, now_ms)
         committed.append(generation)
     if committed or lost:
@@ -81,7 +81,9 @@ def still_there(state: CatalogState, work: Work, grant: Grant, now_ms: int) -> b
     return True
 
 
-def _replace(state: CatalogState, work: Work, tenant: Tenant, key: bytes, now_ms: int) -> None:
+def replace_former(
+    state: CatalogState, work: Work, tenant: Tenant, key: bytes, now_ms: int
+) -> None:
     """An upsert is about to be committed: what was there ends."""
     former = tenant.complete.get(key)
     if former is not None:

@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mooncake_py.clock import Clock, SystemClock
 from mooncake_py.errors import MasterUnavailable
-from mooncake_py.master.metadata import Loaded
+from mooncake_py.master.metadata import Loaded, first_term
 
 LAYOUT = 1
 FILE_NAME = "master.db"  # inside a folder that was given as the path
@@ -44,7 +45,8 @@ class EmbeddedStore:
     `load`.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._in_memory = path == MEMORY
         file = Path(path)
         self._path = file / FILE_NAME if path.endswith(os.sep) or file.is_dir() else file
@@ -139,10 +141,12 @@ class EmbeddedStore:
             )
         cluster_id = meta.get("cluster_id", uuid.uuid4().hex.encode())
         secret = meta.get("secret", secrets.token_bytes(32))
-        term = int(meta.get("term", b"0")) + 1
+        now_ms = self._clock.now_ms()
+        term = int(meta["term"]) + 1 if "term" in meta else first_term(now_ms)
+        born_ms = int(meta.get("born_ms", b"%d" % now_ms if "term" not in meta else b"0"))
         values = {
             "layout": b"%d" % LAYOUT, "cluster_id": cluster_id, "secret": secret,
-            "term": b"%d" % term,
+            "term": b"%d" % term, "born_ms": b"%d" % born_ms,
         }  # fmt: skip
         with self._transaction():
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
@@ -162,7 +166,9 @@ class EmbeddedStore:
         # Above everything that is in the file, also above what a damaged snapshot had covered.
         newest = db.execute("SELECT max(sequence) FROM snapshots").fetchone()[0] or 0
         self._sequence = max(last, newest)
-        return Loaded(cluster_id.decode(), secret, term, snapshot, records, self._sequence, corrupt)
+        return Loaded(
+            cluster_id.decode(), secret, term, snapshot, records, self._sequence, corrupt, born_ms
+        )
 
     @staticmethod
     def _newest_snapshot(db: sqlite3.Connection) -> tuple[bytes | None, int, int]:

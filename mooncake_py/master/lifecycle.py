@@ -51,6 +51,14 @@ class Promise(Enum):
     LEASE = "until the last lease ends"
 
 
+class Unseal(Enum):
+    """When nodes are told, so that the bytes cannot be adopted again (recovery.py)."""
+
+    NO = "no"
+    AT_ONCE = "at once"
+    WITH_PROMISE = "when the promise ends"
+
+
 @dataclass(frozen=True, slots=True)
 class Transition:
     state: State
@@ -59,12 +67,12 @@ class Transition:
     next: State
     effect: str
     promise: Promise = Promise.NONE
-    unseal: bool = False  # nodes are told, so that the bytes cannot be adopted again
+    unseal: Unseal = Unseal.NO
     durable: bool = False  # the answer waits for the record
     counter: str = ""
 
 
-_S, _E = State, Event
+_S, _E, _U = State, Event, Unseal
 
 TABLE: tuple[Transition, ...] = (
     Transition(
@@ -77,19 +85,19 @@ TABLE: tuple[Transition, ...] = (
     ),
     Transition(
         _S.WRITING, _E.PUT_REVOKE, "names the generation", _S.RESTING, "",
-        Promise.GRANT, counter="put_revokes",
+        Promise.GRANT, unseal=_U.AT_ONCE, counter="put_revokes",
     ),
     Transition(
         _S.WRITING, _E.GRANT_EXPIRED, "", _S.RESTING, "counted as reclaimed",
-        Promise.GRANT, counter="grants_reclaimed",
+        Promise.GRANT, unseal=_U.AT_ONCE, counter="grants_reclaimed",
     ),
     Transition(
         _S.WRITING, _E.ALL_REPLICAS_FAILED, "put end names every replica as failed", _S.RESTING,
-        "writer is told", Promise.GRANT, counter="put_failures",
+        "writer is told", Promise.GRANT, unseal=_U.AT_ONCE, counter="put_failures",
     ),
     Transition(
         _S.WRITING, _E.REMOVE, "", _S.RESTING, "the commit will be refused",
-        Promise.GRANT, durable=True, counter="removes",
+        Promise.GRANT, unseal=_U.AT_ONCE, durable=True, counter="removes",
     ),
     Transition(
         _S.WRITING, _E.NODE_LOST, "", _S.ABSENT, "the commit will be refused",
@@ -98,33 +106,34 @@ TABLE: tuple[Transition, ...] = (
     Transition(
         _S.COMPLETE, _E.REMOVE, "no lease and no hard pin, or force", _S.RESTING,
         "nodes unseal, acknowledged once durable",
-        Promise.LEASE, unseal=True, durable=True, counter="removes",
+        Promise.LEASE, unseal=_U.AT_ONCE, durable=True, counter="removes",
     ),
     Transition(
         _S.COMPLETE, _E.EVICT, "no lease, not pinned (soft pins last)", _S.RESTING, "",
-        Promise.LEASE, counter="evictions",
+        Promise.LEASE, unseal=_U.AT_ONCE, counter="evictions",
     ),
     Transition(
         _S.COMPLETE, _E.TTL_ENDED, "", _S.RESTING, "readers with a lease go on",
-        Promise.LEASE, counter="ttl_ends",
+        Promise.LEASE, unseal=_U.WITH_PROMISE, counter="ttl_ends",
     ),
     Transition(
         _S.COMPLETE, _E.REPLACED, "by an upsert", _S.RESTING, "readers with a lease go on",
-        Promise.LEASE, counter="replacements",
+        Promise.LEASE, unseal=_U.WITH_PROMISE, counter="replacements",
     ),
     Transition(
         _S.COMPLETE, _E.DAMAGED, "a reader named generation and replica", _S.RESTING,
-        "nodes unseal", Promise.LEASE, unseal=True, counter="damages",
+        "nodes unseal", Promise.LEASE, unseal=_U.AT_ONCE, counter="damages",
     ),
     Transition(
         _S.COMPLETE, _E.NODE_LOST, "", _S.ABSENT, "", counter="node_losses",
     ),
     Transition(
         _S.WRITING, _E.GROUP_LOST, "", _S.RESTING, "the commit will be refused",
-        Promise.GRANT, counter="group_losses",
+        Promise.GRANT, unseal=_U.AT_ONCE, counter="group_losses",
     ),
     Transition(
-        _S.COMPLETE, _E.GROUP_LOST, "", _S.RESTING, "", Promise.LEASE, counter="group_losses",
+        _S.COMPLETE, _E.GROUP_LOST, "", _S.RESTING, "", Promise.LEASE, unseal=_U.WITH_PROMISE,
+        counter="group_losses",
     ),
     Transition(
         _S.RESTING, _E.PROMISE_ENDED, "", _S.ABSENT, "extents are free", counter="",
@@ -158,6 +167,6 @@ def promises() -> str:
         if each.next in (State.RESTING, State.ABSENT) and each.state is not State.RESTING:
             rows.append(
                 f"| {each.state.value} | {each.event.value} | {each.promise.value} "
-                f"| {'yes' if each.unseal else 'no'} | {'yes' if each.durable else 'no'} |"
+                f"| {each.unseal.value} | {'yes' if each.durable else 'no'} |"
             )
     return "\n".join(rows) + "\n"

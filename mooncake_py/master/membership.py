@@ -6,7 +6,7 @@ A segment is *readable* when Locate may name it, *placeable* when new extents ma
 |---|---|---|---|
 | alive | yes | yes | silence of `suspect_ms`, or a report after a missed heartbeat -> suspect |
 | draining | yes | no | the node says so in its heartbeats, or an operator asked for it |
-| returning | yes | no | new master: a mount -> alive; silence of half `dead_ms` -> suspect |
+| returning | yes | no | mounted and told (recovery.py) -> alive; half `dead_ms` -> suspect |
 | suspect | no | no | heartbeat -> alive; silence of `dead_ms` -> gone |
 | gone | no | no | its objects are forgotten in small steps, then the entry |
 
@@ -21,9 +21,10 @@ them before it mounts. Its heartbeat is answered "unknown" until then. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from mooncake_py.master import records
 from mooncake_py.master.allocator import UNIT_BYTES, Allocator
 from mooncake_py.master.commands import Mount
 from mooncake_py.master.settings import CatalogSettings
@@ -44,16 +45,21 @@ class Segment:
     __slots__ = (
         "address",
         "allocator",
+        "compared",
         "domain",
         "drain_asked",
         "drain_told",
         "host_id",
         "incarnation",
         "index",
+        "keeps",
         "mounted",
         "nbytes",
         "new_ms",
         "node",
+        "owed",
+        "recorded",
+        "recorded_below",
         "region",
         "resting_units",
         "seen_ms",
@@ -77,6 +83,12 @@ class Segment:
         self.allocator = Allocator(mount.nbytes // UNIT_BYTES)
         self.state = ALIVE
         self.mounted = True  # with this master, not only with a former one
+        self.keeps = mount.keeps
+        # Of recovery.py:
+        self.recorded_below = 0  # what it holds with a generation below is in the log
+        self.recorded = True  # this master knows what it holds
+        self.compared = True  # and the node knows what this master believes
+        self.owed: Sequence[tuple[int, int]] = ()  # generations it may hold unrecorded
         self.seen_ms = now_ms
         self.new_ms = now_ms  # since when it is there; 0: it was before this master
         self.used_units = 0
@@ -95,6 +107,21 @@ class Leaving:
     puts: list[Put] = field(default_factory=list)  # whose grants are still to be looked at
     entry: int = 0  # of the last of these
     slot: int = 0  # objects before this one have been looked at
+
+
+def segment_fields(segment: Segment) -> records.SegmentFields:
+    """The record of a segment."""
+    return records.SegmentFields(
+        segment.segment_id,
+        segment.node,
+        segment.incarnation,
+        segment.address,
+        segment.region,
+        segment.nbytes,
+        segment.host_id,
+        segment.recorded_below,
+        segment.keeps,
+    )
 
 
 class Membership:

@@ -6,8 +6,9 @@ implementation to:
 
 * `append` is all or nothing and durable when it returns; records come back in the order in which
   they were appended.
-* `load` begins a term: its number is greater than that of every earlier `load`, and durable
-  before it is returned. While one process has a store loaded, no other can.
+* `load` begins a term (`first_term` in a store that is new): its number is greater than that of
+  every earlier `load`, and durable before it is returned. While one process has a store loaded, no
+  other can.
 * After `write_snapshot(snapshot, sequence)` a load gives that snapshot and the records above
   `sequence` only. A store keeps the snapshot before as well and falls back to it when the newest
   one is damaged.
@@ -27,13 +28,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+_MINUTES_TO_2020 = 26_297_280  # since 1970
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What a store held when it was loaded.
 
     `secret`: 32 bytes, made once in a cluster's life; grants and digests derive theirs from it.
-    `sequence`: of the last record. `corrupt`: records and snapshots that were left out.
+    `sequence`: of the last record. `corrupt`: records and snapshots that were left out. `born_ms`:
+    when the store was made.
     """
 
     cluster_id: str
@@ -43,6 +47,14 @@ class Loaded:
     records: list[bytes] = field(default_factory=list)
     sequence: int = 0
     corrupt: int = 0
+    born_ms: int = 0
+
+
+def first_term(now_ms: int) -> int:
+    """The number of the first term of a store that is made now: minutes since 2020. Should it
+    replace a store that was lost, its terms are above those of the lost one, and so are
+    generations and whatever nodes and clients compare."""
+    return max(1, now_ms // 60_000 - _MINUTES_TO_2020)
 
 
 class MetadataStore(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake_py.errors import ObjectNotFound, UsageError
-from mooncake_py.master import records
+from mooncake_py.master import records, recovery
 from mooncake_py.master.allocator import UNIT_BYTES
 from mooncake_py.master.commands import Applied, Done, Heartbeat, Mount, Mounted, Refused, Unmount
 from mooncake_py.master.copies import lose_target
@@ -17,6 +17,7 @@ from mooncake_py.master.membership import (
     SUSPECT,
     Leaving,
     Segment,
+    segment_fields,
 )
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.state import CatalogState
@@ -44,37 +45,33 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     if conflict:
         return Applied(Refused(UsageError.code, conflict))
     work = Work()
+    segment = recovery.former_segment(state, command, now_ms)
     for former in members.of_node(command.node):
         if former.incarnation != command.incarnation:
             lose_segment(state, work, former, now_ms)
-    segment = members.find_mounted(command)
+    segment = segment or members.find_mounted(command)
     if segment is None:
         segment = members.add(command, members.next_segment_id, now_ms)
+        segment.recorded_below = state.next_generation  # it holds nothing yet
         state.mark(work)
+    expected = recovery.expects(state, work, segment, command, now_ms)
     segment.address, segment.host_id = command.address, command.host_id
     segment.domain = command.domain
     segment.region = command.region
     segment.seen_ms = now_ms
     segment.mounted = True
-    members.set_state(segment, ALIVE)
+    segment.keeps = command.keeps
+    members.set_state(segment, recovery.standing(segment))
     segment.drain_told = False
     judge_drain(state, segment)
     work.records.append(records.encode(segment_fields(segment)))
     work.durable = True
     state.counters["mounts"] += 1
-    return work.done(Mounted(segment.segment_id), now_ms)
-
-
-def segment_fields(segment: Segment) -> records.SegmentFields:
-    return records.SegmentFields(
-        segment.segment_id,
-        segment.node,
-        segment.incarnation,
-        segment.address,
-        segment.region,
-        segment.nbytes,
-        segment.host_id,
-    )
+    mounted = Mounted(segment.segment_id)
+    if command.recovers and not (segment.recorded and segment.compared):
+        first = state.unrecorded.first_generation
+        mounted = Mounted(segment.segment_id, True, expected, first)
+    return work.done(mounted, now_ms)
 
 
 def heartbeat(state: CatalogState, command: Heartbeat, now_ms: int) -> Applied:
@@ -88,7 +85,7 @@ def heartbeat(state: CatalogState, command: Heartbeat, now_ms: int) -> Applied:
     segment.seen_ms = now_ms
     segment.drain_told = command.draining
     if segment.state not in (ALIVE, DRAINING):
-        state.members.set_state(segment, ALIVE)
+        state.members.set_state(segment, recovery.standing(segment))
     judge_drain(state, segment)
     return Applied(Done(tasks=state.tasks.waiting_for(segment.index)))
 

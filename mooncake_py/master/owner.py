@@ -12,7 +12,8 @@ Rules:
   `Backpressure` by whoever brought it, at once. Calls about liveness (`Method.urgent`) have a queue
   of their own which is emptied first, so that heartbeats and status never wait behind data work.
 * A call whose deadline has passed while it waited is dropped: its caller has gone.
-* Replies marked durable-first leave from the writer thread after the commit. While the store
+* Replies marked durable-first leave from the writer thread after the commit, those of removals
+  once the nodes are told, too (unsealer.py). While the store
   refuses writes, calls that change the catalog are refused with its words; what is already in the
   catalog stays queued and is written, in order, once the store accepts writes again.
 * What the process may do at all the gate says, call by call: a leader that cannot prove its lease
@@ -35,6 +36,7 @@ from mooncake_py.clock import Clock
 from mooncake_py.errors import Backpressure, MooncakeError
 from mooncake_py.master.inbox import DOORS, Call, Inbox, Limits
 from mooncake_py.master.service import Answer, Service
+from mooncake_py.master.unsealer import Both, Unsealer
 from mooncake_py.master.writer import Writer
 from mooncake_py.metrics import Metrics
 from mooncake_py.wire.lane import HEARTBEAT, METHODS, PUT_END, Method
@@ -99,6 +101,7 @@ class Owner:
         self._limits = limits
         self._clock = clock
         self._gate = gate
+        self._unsealer: Unsealer | None = None
         self._inbox = Inbox(limits)
         self._asleep = False
         self._rounds = 0
@@ -127,6 +130,10 @@ class Owner:
         self._late = metrics.counter("expired_calls_total", "Calls dropped after their deadline")
         self._snapshots = metrics.counter("catalog_snapshots_total", "Snapshots taken")
         metrics.source("queues", self._depths)
+
+    def tell_nodes(self, unsealer: Unsealer) -> None:
+        """Let removals be answered after the nodes were told. Before `start`."""
+        self._unsealer = unsealer
 
     def start(self, record_nbytes: int) -> None:
         """`record_nbytes`: how much the log holds above its snapshot."""
@@ -219,10 +226,18 @@ class Owner:
             call.reply(answer.payload)
             return
         durable = answer.durable_first or (self._limits.durable_puts and call.method is PUT_END)
-        waits = [(call, answer.payload)] if durable else []
+        waits = [(self._told(call, answer), answer.payload)] if durable else []
         self._record(answer.records, waits)
         if not waits:
             call.reply(answer.payload)
+
+    def _told(self, call: Call, answer: Answer) -> Call:
+        """The call as the writer answers it: once nodes have carried out their orders, too."""
+        if self._unsealer is None or not answer.orders:
+            return call
+        both = Both(call.reply)
+        self._unsealer.push(answer.orders, both.told)
+        return Call(call.method, call.payload, both.durable, call.expires_ms, call.door)
 
     def _record(self, records: Sequence[bytes], replies: list[tuple[Call, bytes]]) -> None:
         self._writer.commit(records, replies)

@@ -91,13 +91,15 @@ class Master:
 
     def _reign(self, stack: ExitStack) -> None:
         setup = self._setup
-        store = EmbeddedStore(_metadata_path(setup.settings, setup.listen.port))
+        store = EmbeddedStore(_metadata_path(setup.settings, setup.listen.port), setup.clock)
         self.metadata = store.describe()
         loaded = store.load()
         stack.callback(store.close)
         catalog = Catalog(setup.catalog)
-        report = catalog.restore(loaded.snapshot, loaded.records, setup.clock.now_ms())
-        catalog.begin_term(loaded.term)
+        now_ms = setup.clock.now_ms()
+        report = catalog.restore(loaded.snapshot, loaded.records, now_ms, loaded.corrupt)
+        foreign_until_ms = loaded.born_ms + setup.catalog.recovery_ms
+        first_records = catalog.begin_term(loaded.term, now_ms, foreign_until_ms)
         self.recovered = str(report)
         if loaded.corrupt:
             log.error("%d damaged entries of the metadata store were left out", loaded.corrupt)
@@ -108,6 +110,7 @@ class Master:
             store,
             loaded.sequence,
             sum(map(len, loaded.records)),
+            first_records=first_records,
         )
         reign = Reign(setup, catalog, claim)
         stack.callback(reign.close)

@@ -342,6 +342,7 @@ class _PutStart:
         for i, length, replicas in zip(indices, put.lengths, put.places, strict=True):
             generation += 1
             digest = digests[16 * i : 16 * i + 16]
+            group = put.groups[generation - put.first] if put.groups else 0
             for place in replicas:
                 index = place >> PLACE_BITS
                 entry = entries.get(index)
@@ -349,7 +350,7 @@ class _PutStart:
                     entry = entries[index] = len(rows)
                     rows.append([])
                 offset = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
-                row = pack(i, entry, offset, length, generation, expires_ms, digest, 0)
+                row = pack(i, entry, offset, length, generation, expires_ms, digest, group)
                 rows[entry].append(row)
         ids = [self.state.members.at(index).segment_id for index in entries]
         return ids, [b"".join(each) for each in rows]

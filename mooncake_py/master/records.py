@@ -17,6 +17,8 @@ columns one after the other, so that packing 128 keys costs little more than pac
 | RESTING | (until, segment id, offset, bytes) rows | only in snapshots: extents not to be used yet |
 | QUOTA | bytes, keys, policy, tenant | a tenant's quota from now on; policy 255: none |
 | COPIES | (generation, replica's generation, segment id, offset) rows | objects have got these replicas, or theirs have these generations |
+| RECORDED | horizon, ranges, ranges | every generation below the horizon is in the log, except these, and except reservations (unrecorded.py) |
+| BURIED | below, sweep, tenant, keys | keys (or with sweep: prefix and pattern) whose older extents stay dead |
 
 A snapshot is a sequence of records, each with its length in front: the log in its shortest form.
 A reader skips what it does not know (newer kind) and what is damaged, and counts both.
@@ -42,6 +44,8 @@ OBJECTS = 8
 RESTING = 9
 QUOTA = 10
 COPIES = 11
+RECORDED = 20
+BURIED = 21
 
 _HEAD = struct.Struct("<BBH")
 _CRC = struct.Struct("<I")
@@ -54,6 +58,8 @@ _COMMITS = struct.Struct("<QII")
 _DROPS = struct.Struct("<QQI")
 _QUOTA = struct.Struct("<QQB")
 _NO_POLICY = 255
+_SEGMENT_TAIL = struct.Struct("<QB")  # recorded below, keeps; absent in older logs
+_BURIED = struct.Struct("<QBHI")
 
 HARD_PIN = 1  # of the flags of GRANTS; the upper seven bits: how many replicas were asked for
 _WANTED_SHIFT = 1
@@ -78,6 +84,8 @@ class SegmentFields:
     region: int
     nbytes: int
     host_id: str
+    recorded_below: int = 0  # what it holds with a generation below is in the log
+    keeps: bool = False  # its memory outlives its process
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +150,21 @@ class Resting:
 
 
 @dataclass(frozen=True, slots=True)
+class Recorded:
+    horizon: int
+    voids: Sequence[tuple[int, int]]  # from, below
+    reserved: Sequence[tuple[int, int]]  # likewise: granted, and told of when they are committed
+
+
+@dataclass(frozen=True, slots=True)
+class Buried:
+    tenant: str
+    below: int
+    sweep: bool
+    keys: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaFields:
     """`policy`: index in tenant.POLICIES; None: the quota has ended."""
 
@@ -153,7 +176,7 @@ class QuotaFields:
 
 Record = (
     Marks | SegmentFields | Gone | GrantFields | Commits | Drops | Lost | Resting | QuotaFields
-    | Copies
+    | Copies | Recorded | Buried
 )  # fmt: skip
 
 
@@ -189,6 +212,11 @@ def encode(record: Record) -> bytes:
         case QuotaFields(tenant, bytes_max, keys_max, policy):
             head = _QUOTA.pack(bytes_max, keys_max, _NO_POLICY if policy is None else policy)
             return _frame(QUOTA, head + tenant.encode())
+        case Recorded(horizon, voids, reserved):
+            numbers = [horizon, len(voids), *_flat(voids), *_flat(reserved)]
+            return _frame(RECORDED, _u64s(numbers))
+        case Buried():
+            return _frame(BURIED, _buried_body(record))
         case Marks(generation, segment_id):
             return _frame(MARKS, _MARKS.pack(generation, segment_id))
         case Gone(segment_id):
@@ -206,7 +234,14 @@ def _segment_body(record: SegmentFields) -> bytes:
         record.nbytes,
         *(len(text) for text in texts),
     )
-    return head + b"".join(texts)
+    return head + b"".join(texts) + _SEGMENT_TAIL.pack(record.recorded_below, record.keeps)
+
+
+def _buried_body(record: Buried) -> bytes:
+    tenant, keys = record.tenant.encode(), record.keys
+    head = _BURIED.pack(record.below, record.sweep, len(tenant), len(keys))
+    lengths = struct.pack(f"<{len(keys)}H", *map(len, keys))
+    return b"".join((head, tenant, lengths, *keys))
 
 
 def _grants_body(record: GrantFields) -> bytes:
@@ -283,6 +318,9 @@ class _Columns:
         self._position = end
         return piece
 
+    def rest(self) -> bytes:
+        return bytes(self._body[self._position :])
+
 
 def _read_grants(body: memoryview, complete: bool = False) -> GrantFields:
     now_ms, expires_ms, soft, ttl, flags, tenant_len, count, places, groups = _GRANTS.unpack_from(
@@ -348,7 +386,26 @@ def _read_segment(body: memoryview) -> SegmentFields:
     segment_id, incarnation, region, nbytes, *lengths = _SEGMENT.unpack_from(body)
     columns = _Columns(body, _SEGMENT.size)
     node, address, host_id = (columns.take(length).decode() for length in lengths)
-    return SegmentFields(segment_id, node, incarnation, address, region, nbytes, host_id)
+    tail = columns.rest()
+    recorded_below, keeps = _SEGMENT_TAIL.unpack(tail) if tail else (0, 0)
+    return SegmentFields(
+        segment_id, node, incarnation, address, region, nbytes, host_id, recorded_below, bool(keeps)
+    )
+
+
+def _read_recorded(body: memoryview) -> Recorded:
+    columns = _Columns(body, 0)
+    horizon, count = columns.numbers("Q", 2)
+    voids = columns.pairs(count)
+    return Recorded(horizon, voids, columns.pairs((len(body) - 16) // 16 - count))
+
+
+def _read_buried(body: memoryview) -> Buried:
+    below, sweep, tenant_len, count = _BURIED.unpack_from(body)
+    columns = _Columns(body, _BURIED.size)
+    tenant = columns.take(tenant_len).decode()
+    lengths = columns.numbers("H", count)
+    return Buried(tenant, below, bool(sweep), [columns.take(nbytes) for nbytes in lengths])
 
 
 _READERS: dict[int, Callable[[memoryview], Record]] = {
@@ -363,6 +420,8 @@ _READERS: dict[int, Callable[[memoryview], Record]] = {
     RESTING: lambda body: Resting(_read_fours(body)),
     COPIES: lambda body: Copies(_read_fours(body)),
     QUOTA: _read_quota,
+    RECORDED: _read_recorded,
+    BURIED: _read_buried,
 }
 
 

@@ -6,6 +6,7 @@ it is chosen and ends it when its term is over; the process, its gRPC door and i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from queue import Empty, SimpleQueue
@@ -21,6 +22,7 @@ from mooncake_py.master.metadata import MetadataStore
 from mooncake_py.master.owner import Bell, Gate, Owner, Source, opened
 from mooncake_py.master.service import Cluster, Service
 from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.unsealer import Unsealer
 from mooncake_py.master.writer import Writer
 from mooncake_py.metrics import Metrics
 from mooncake_py.transfer import EngineOptions, TransferEngine
@@ -59,6 +61,7 @@ class Claim:
     record_nbytes: int
     gate: Gate = opened
     durable_puts: bool = False
+    first_records: Sequence[bytes] = ()  # durable before any other of the term
 
 
 class Reign:
@@ -69,6 +72,7 @@ class Reign:
 
     def __init__(self, setup: Setup, catalog: Catalog, claim: Claim) -> None:
         self._setup = setup
+        self._unsealer: Unsealer | None = None  # without a lane nodes learn from heartbeats
         self._stack = ExitStack()
         with ExitStack() as starting:
             self._start(starting, catalog, claim)
@@ -93,12 +97,20 @@ class Reign:
         self._writer = Writer(claim.store, claim.sequence, self._service.refuse, limits, metrics)
         source, self.lane = self._open_lane(stack, Traffic(LANE, metrics))
         self._owner = Owner(
-            self._service, self._writer, source, limits, self._setup.clock, claim.gate
+            self._service,
+            self._writer,
+            source,
+            limits,
+            self._setup.clock,
+            claim.gate,
         )
+        if self._unsealer is not None:
+            self._owner.tell_nodes(self._unsealer)
         self._owner.count(metrics)
         self.submit = self._owner.submit
         self._service.offer(self._lane_offered(), self._counters)
         self._writer.start()
+        self._writer.commit(claim.first_records, [])
         stack.callback(self._writer.close, settings.stop_ms)
         self._owner.start(claim.record_nbytes)
         stack.callback(self._owner.stop, settings.stop_ms)
@@ -151,6 +163,8 @@ class Reign:
             )
         )
         stack.callback(engine.close)
+        self._unsealer = Unsealer(engine, self._setup.clock)
+        stack.callback(self._unsealer.close)
         return LaneDoor(engine, settings.call_ms_max, self._setup.clock, traffic), engine.address
 
     def _lane_offered(self) -> str:

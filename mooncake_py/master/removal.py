@@ -26,12 +26,14 @@ from itertools import islice
 import numpy as np
 
 from mooncake_py.errors import OK, ObjectLeased, UsageError
+from mooncake_py.master import recovery
 from mooncake_py.master.commands import Applied, Refused, Remove, Statuses
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN
 from mooncake_py.master.pattern import Pattern
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.tenant import Grant, Tenant
+from mooncake_py.master.unrecorded import GRAVES_MAX
 from mooncake_py.master.work import Work
 from mooncake_py.model import BATCH_MAX_KEYS
 
@@ -59,9 +61,12 @@ def remove(state: CatalogState, command: Remove, now_ms: int) -> Applied:
     if fault:
         return Applied(Refused(UsageError.code, fault))
     tenant = state.tenants.find(command.tenant)
-    if tenant is None:
-        return Applied(Statuses(bytes(len(command.keys))), durable_first=True)
     work = Work()
+    if state.unrecorded.open:
+        _bury(state, work, command, now_ms)
+    if tenant is None:
+        work.durable = True
+        return work.done(Statuses(bytes(len(command.keys))), now_ms)
     work.durable = True  # also for absent keys: the record of their end may still be on its way
     if command.all:
         try:
@@ -77,6 +82,21 @@ def remove(state: CatalogState, command: Remove, now_ms: int) -> Applied:
         removed += ended
         kept += code != OK
     return work.done(Statuses(bytes(status), removed, kept), now_ms)
+
+
+def _bury(state: CatalogState, work: Work, command: Remove, now_ms: int) -> None:
+    """A node may still hold what no record tells of: if it comes to light, it stays dead. (Also of
+    what a lease or pin keeps: older extents of its key are not wanted back either.)"""
+    unrecorded, below = state.unrecorded, state.next_generation
+    if not command.all:
+        record = unrecorded.bury(command.tenant, command.keys, below)
+    elif not command.cursor:
+        record = unrecorded.sweep(command.tenant, command.prefix, command.pattern, below)
+    else:
+        return
+    work.records.append(record)
+    if unrecorded.grave_count > GRAVES_MAX:
+        recovery.give_up(state, work, now_ms)
 
 
 def _remove_one(

@@ -18,33 +18,23 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from mooncake_py.master import records
 from mooncake_py.master.allocator import UNIT_BYTES
 from mooncake_py.master.commands import Mount
 from mooncake_py.master.commits import dress
 from mooncake_py.master.membership import RETURNING, Membership
-from mooncake_py.master.nodes import segment_fields
 from mooncake_py.master.objects import (
-    COPIED,
-    HARD_PIN,
     PLACE_BITS,
-    PLACE_MASK,
-    SOFT_PIN,
-    TTL,
 )
-from mooncake_py.master.puts import grant_fields
-from mooncake_py.master.quotas import apply_quota, quota_fields
+from mooncake_py.master.quotas import apply_quota
 from mooncake_py.master.records import DamagedRecord, GrantFields
 from mooncake_py.master.repair import find_short
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.tenant import Put
-from mooncake_py.model import is_reserved
-
-_RUN = 1024  # objects a snapshot record
+from mooncake_py.master.unrecorded import Gaps, Unrecorded
 
 
 @dataclass(slots=True)
@@ -91,6 +81,8 @@ class _Log:
         self.writing: dict[int, _Attempt] = {}
         self.complete: dict[int, _Attempt] = {}
         self.resting: list[tuple[int, int, int, int]] = []  # until, segment id, start, units
+        self.unrecorded = Unrecorded()
+        self.gaps = Gaps()
 
     def apply(self, record: records.Record) -> None:
         match record:
@@ -118,6 +110,11 @@ class _Log:
             case records.Copies(rows):
                 for generation, own, segment_id, offset in rows:
                     self._copy(generation, own, (segment_id, offset))
+            case records.Recorded():
+                self.unrecorded.learn(record)
+                self.gaps.learn(record)
+            case records.Buried():
+                self.unrecorded.rebury(record)
             case records.QuotaFields():
                 self.quotas[record.tenant] = record
             case records.Gone(segment_id):
@@ -140,8 +137,12 @@ class _Log:
             attempt = self.writing.pop(generation, None) or self.complete.pop(generation, None)
             if attempt is not None:
                 self._rest(attempt, attempt.extents, record.until_ms)
+            else:
+                self.gaps.fill(generation)
 
     def _add(self, record: GrantFields) -> None:
+        if not record.complete:
+            self.gaps.granted(record.generations)
         into = self.complete if record.complete else self.writing
         extents = record.extents
         at = 0
@@ -179,10 +180,15 @@ class _Log:
 
 
 def restore(
-    state: CatalogState, snapshot: bytes | None, log: Iterable[bytes], now_ms: int
+    state: CatalogState,
+    snapshot: bytes | None,
+    log: Iterable[bytes],
+    now_ms: int,
+    corrupt: int = 0,
 ) -> RestoreReport:
-    """Fill a fresh state. Damaged and unknown records are counted and left out."""
-    report = RestoreReport()
+    """Fill a fresh state. Damaged and unknown records are counted and left out, with the `corrupt`
+    ones that the store has left out already."""
+    report = RestoreReport(damaged_records=corrupt)
     picture = _Log(state.settings.grant_margin_ms)
     for data in (*records.unpack(snapshot or b""), *log):
         try:
@@ -206,7 +212,8 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
             fields.host_id, fields.segment_id,
         )  # fmt: skip
         segment = members.add(command, fields.segment_id, now_ms)
-        segment.mounted = False
+        segment.mounted = segment.recorded = segment.compared = False
+        segment.recorded_below, segment.keeps = fields.recorded_below, fields.keeps
         segment.new_ms = 0
         members.set_state(segment, RETURNING)
     report.segments = len(log.segments)
@@ -224,8 +231,18 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
     youngest = max(
         (max((each.generation, *each.copied.values())) for each in (*complete, *writing)), default=0
     )
+    youngest = max(youngest, log.gaps.youngest)
     state.next_generation = state.generation_mark = max(log.marks.generation, youngest + 1)
+    _learn_unrecorded(state, log)
     members.next_segment_id = max(members.next_segment_id, log.marks.segment_id)
+
+
+def _learn_unrecorded(state: CatalogState, log: _Log) -> None:
+    """What the records do not tell."""
+    unrecorded = state.unrecorded = log.unrecorded
+    unrecorded.voids += log.gaps.ranges()
+    unrecorded.horizon = max(unrecorded.horizon, log.gaps.youngest + 1)
+    unrecorded.first_generation = state.next_generation
 
 
 def _claim_extents(
@@ -368,94 +385,3 @@ def _add_object(
         state.join_group(put.groups[0], tenant, key, slot)
     state.enter(tenant, key, slot, now_ms)
     report.objects += 1
-
-
-def snapshot(state: CatalogState, now_ms: int = 0) -> bytes:
-    """The state as records. Cost: all objects."""
-    return records.pack(records.encode(each) for each in _snapshot_records(state, now_ms))
-
-
-def _snapshot_records(state: CatalogState, now_ms: int) -> Iterator[records.Record]:
-    members = state.members
-    yield records.Marks(state.generation_mark, members.next_segment_id)
-    for segment in members:
-        if segment.state != "gone":
-            yield segment_fields(segment)
-    yield from _object_records(state, now_ms)
-    for tenant in state.tenants:
-        if tenant.quota is not None:
-            yield quota_fields(tenant)
-        for key, (put, index) in tenant.writing.items():
-            if not is_reserved(key):  # a reservation ends with its master
-                yield grant_fields(state, _alone(put, index), now_ms)
-    yield records.Resting(
-        [
-            (until, segment_id, start * UNIT_BYTES, units * UNIT_BYTES)
-            for until, segment_id, start, units in state.resting
-        ]
-    )
-
-
-def _alone(put: Put, index: int) -> Put:
-    """One grant of a put as a put of its own."""
-    return replace(
-        put,
-        first=put.first + index,
-        keys=[put.keys[index]],
-        lengths=[put.lengths[index]],
-        places=[put.places[index]],
-        groups=[put.groups[index]] if put.groups else (),
-        open_count=1,
-    )
-
-
-def _object_records(state: CatalogState, now_ms: int) -> Iterator[records.Record]:
-    """Complete objects in runs that share tenant, pins, TTL and how many replicas they want; after
-    each run the generations of its copies."""
-    table = state.table
-    alike: dict[tuple[int, int, int, bool, int], list[int]] = {}
-    for slot in table.live():
-        flags = table.flags[slot]
-        kind = (
-            table.tenant[slot],
-            table.soft_pins[slot] if flags & SOFT_PIN else 0,
-            table.ttls[slot] if flags & TTL else 0,
-            bool(flags & HARD_PIN),
-            table.wanted.get(slot, 1),
-        )
-        alike.setdefault(kind, []).append(slot)
-    ids = {segment.index: segment.segment_id for segment in state.members}
-    for (tenant, soft_pin, ttl, hard_pin, wanted), slots in alike.items():
-        rest = iter(slots)
-        while run := list(islice(rest, _RUN)):
-            yield GrantFields(
-                now_ms=now_ms,
-                expires_ms=0,
-                tenant=state.tenants.at(tenant).name,
-                soft_pin_ms=soft_pin,
-                ttl_ms=ttl,
-                hard_pin=hard_pin,
-                keys=[table.key[slot] or b"" for slot in run],
-                generations=[table.generation[slot] for slot in run],
-                lengths=[table.length[slot] for slot in run],
-                replicas=[len(table.places(slot)) for slot in run],
-                extents=[
-                    number
-                    for slot in run
-                    for place in table.places(slot)
-                    for number in (ids[place >> PLACE_BITS], (place & PLACE_MASK) * UNIT_BYTES)
-                ],
-                groups=[table.groups.get(slot, 0) for slot in run] if table.groups else (),
-                complete=True,
-                wanted=wanted,
-            )
-            yield records.Copies(
-                [
-                    (table.generation[slot], table.copied[place], ids[place >> PLACE_BITS],
-                     (place & PLACE_MASK) * UNIT_BYTES)
-                    for slot in run
-                    if table.flags[slot] & COPIED
-                    for place in table.places(slot)
-                    if place in table.copied
-                ]
-            )  # fmt: skip

@@ -39,12 +39,12 @@ from mooncake_py.model import (
     BATCH_MAX_KEYS,
     EXTENT_ALIGN_BYTES,
     EXTENT_ROW,
+    RESERVED_ROW,
     ReplicaPolicy,
     reserved_key,
 )
 
 _SHARE = 16  # one part in so many of the cluster's bytes
-_NO_DIGEST = bytes(16)
 
 
 def reserve(state: CatalogState, command: Reserve, now_ms: int) -> Applied:
@@ -77,7 +77,7 @@ def reserve(state: CatalogState, command: Reserve, now_ms: int) -> Applied:
     tenant.used_bytes += EXTENT_ALIGN_BYTES * units * count
     state.watch_grants(put)
     state.reservations.append(put)
-    ids, rows = _rows(state, put)
+    ids, rows = _rows(state, put, command)
     return work.done(Reserved(ids, rows, state.settings.grant_ttl_ms), now_ms)
 
 
@@ -102,14 +102,23 @@ def _find_places(
     return placer.many(units, count)
 
 
-def _rows(state: CatalogState, put: Put) -> tuple[list[int], list[bytes]]:
+def _rows(state: CatalogState, put: Put, command: Reserve) -> tuple[list[int], list[bytes]]:
     """The reply's segment table, and the rows of each of its entries."""
     entries: dict[int, list[bytes]] = {}  # by segment index
     for index, (place,) in enumerate(put.places):
         rows = entries.setdefault(place >> PLACE_BITS, [])
         offset = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
         generation = put.first + index
-        row = (0, 0, offset, put.lengths[index], generation, put.expires_ms, _NO_DIGEST, 0)
+        row = (
+            0,
+            0,
+            offset,
+            put.lengths[index],
+            generation,
+            put.expires_ms,
+            command.digest,
+            RESERVED_ROW,
+        )
         rows.append(EXTENT_ROW.pack(*row))
     ids = [state.members.at(index).segment_id for index in entries]
     return ids, [b"".join(rows) for rows in entries.values()]

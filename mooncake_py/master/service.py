@@ -6,18 +6,18 @@ secret and what is derived from it, random numbers, and the descriptions of segm
 
 Secrets, all derived from the cluster's one by keyed BLAKE2b, so that a restarted master makes the
 same ones: the grant secret of a segment (known to its node, which checks the macs of grants) and
-the digest secret of a tenant (known to the master only).
+the digest secret of a tenant (by way of the name secret, known to all nodes: they check that the
+names they keep are those that the master granted).
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
 from typing import Any
 
 from mooncake_py._native import memory
@@ -25,7 +25,9 @@ from mooncake_py._native.pulls import grant_mac, row_macs
 from mooncake_py.errors import InternalError, MooncakeError, VersionMismatch, error_of
 from mooncake_py.master import commands as c
 from mooncake_py.master.catalog import Catalog
-from mooncake_py.model import EXTENT_ROW, PROTOCOL_MAJOR, PROTOCOL_MINOR, RELEASE
+from mooncake_py.master.membership import ALIVE, DRAINING
+from mooncake_py.master.unsealer import Order
+from mooncake_py.model import PROTOCOL_MAJOR, PROTOCOL_MINOR, RELEASE
 from mooncake_py.wire import convert, lane
 from mooncake_py.wire.lane import Method
 from mooncake_py.wire.status import refusal
@@ -33,8 +35,8 @@ from mooncake_py.wire.status import refusal
 log = logging.getLogger(__name__)
 
 TENANT_SECRETS_MAX = 1024
-UNSEAL_ROWS_MAX = 65_536  # waiting for one segment's heartbeats; the record outlives a lost one
-UNSEAL_ROWS_PER_BEAT = 4_096
+UNSEAL_BYTES_MAX = 8 << 20  # of rows that wait for one segment's heartbeats; records outlive them
+UNSEAL_BYTES_PER_BEAT = 1 << 20
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class Answer:
     code: int = 0
     records: list[bytes] = field(default_factory=list)
     durable_first: bool = False
+    orders: Sequence[Order] = ()  # for nodes, to be carried out before the reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,12 @@ class Service:
         self._cluster = cluster
         self._lane_address = ""
         self._counters: Callable[[], Mapping[str, float]] = dict
+        self._name_secret = blake2b(b"names", key=cluster.secret, digest_size=16).digest()
         self._tenant_secrets: dict[str, bytes] = {}
         self._segments: dict[int, tuple[c.SegmentInfo, Any]] = {}
-        self._unseal: dict[int, deque[bytes]] = {}
-        self._edge = convert.Edge(self._digests, lambda: secrets.randbits(64))
+        self._unseal: dict[int, deque[bytes]] = {}  # rows of one effect each
+        self._unseal_nbytes: defaultdict[int, int] = defaultdict(int)
+        self._edge = convert.Edge(self._digests, lambda: secrets.randbits(64), cluster.cluster_id)
         self.version_refusals = 0
         self.behind = False  # the last tick left work that was due
 
@@ -96,6 +101,7 @@ class Service:
                 0,
                 applied.records,
                 applied.durable_first,
+                self._orders(applied.effects) if applied.durable_first else (),
             )
         except MooncakeError as error:
             return self._refused(method, error)
@@ -172,8 +178,8 @@ class Service:
                 return convert.listed(reply, term)
             case c.StatusInfo():
                 return convert.status(reply, term, self._counters())
-            case c.Mounted(segment_id):
-                return convert.mounted(self._terms(segment_id, now_ms), term)
+            case c.Mounted():
+                return convert.mounted(reply, self._terms(reply.segment_id, now_ms), term)
             case c.Done() if isinstance(command, c.Heartbeat):
                 return convert.beat(term, now_ms, self._to_unseal(command.segment_id), reply.tasks)
             case c.TaskList():
@@ -183,6 +189,8 @@ class Service:
                 return convert.drained(reply, term)
             case c.Done():
                 return convert.done(method, term)
+            case c.Inventoried():
+                return convert.inventoried(reply, term)
             case c.EventPage():
                 return convert.events(reply, term)
         raise InternalError(f"{method.name}: the catalog answered {type(reply).__name__}")
@@ -194,6 +202,8 @@ class Service:
             now_ms,
             self._cluster.heartbeat_ms,
             self._lane_address,
+            self._cluster.cluster_id,
+            self._name_secret,
         )
 
     def _describe(self, segment_ids: Sequence[int]) -> list[Any]:
@@ -215,20 +225,35 @@ class Service:
         """Effects wait for the node's next heartbeat. The oldest are dropped beyond a bound: what
         they say is in the records as well."""
         for effect in effects:
-            rows = self._unseal.setdefault(effect.segment_id, deque(maxlen=UNSEAL_ROWS_MAX))
-            size = EXTENT_ROW.size
-            rows.extend(effect.rows[at : at + size] for at in range(0, len(effect.rows), size))
+            waiting = self._unseal.setdefault(effect.segment_id, deque())
+            waiting.append(effect.rows)
+            self._unseal_nbytes[effect.segment_id] += len(effect.rows)
+            while self._unseal_nbytes[effect.segment_id] > UNSEAL_BYTES_MAX:
+                self._unseal_nbytes[effect.segment_id] -= len(waiting.popleft())
+
+    def _orders(self, effects: Sequence[c.Effect]) -> list[Order]:
+        """For nodes that are there."""
+        orders = []
+        for effect in effects:
+            info = self._catalog.segment(effect.segment_id)
+            if info is not None and info.state in (ALIVE, DRAINING):
+                secret = self.grant_secret(effect.segment_id)
+                orders.append(Order(info.address, effect.segment_id, secret, effect.rows))
+        return orders
 
     def _to_unseal(self, segment_id: int) -> bytes:
-        rows = self._unseal.get(segment_id)
-        if rows is None:
+        waiting = self._unseal.get(segment_id)
+        if not waiting:
             return b""
-        taken = b"".join(islice(rows, UNSEAL_ROWS_PER_BEAT))
-        for _ in range(len(taken) // EXTENT_ROW.size):
-            rows.popleft()
-        if not rows:
+        taken = [waiting.popleft()]
+        nbytes = len(taken[0])
+        while waiting and nbytes + len(waiting[0]) <= UNSEAL_BYTES_PER_BEAT:
+            taken.append(waiting.popleft())
+            nbytes += len(taken[-1])
+        self._unseal_nbytes[segment_id] -= nbytes
+        if not waiting:
             del self._unseal[segment_id]
-        return taken
+        return b"".join(taken)
 
     # --- secrets --------------------------------------------------------------------------------
 
@@ -244,6 +269,6 @@ class Service:
         if secret is None:
             if len(self._tenant_secrets) >= TENANT_SECRETS_MAX:
                 self._tenant_secrets.clear()
-            secret = blake2b(tenant.encode(), key=self._cluster.secret, digest_size=16).digest()
+            secret = memory.digests((tenant.encode(),), self._name_secret)
             self._tenant_secrets[tenant] = secret
         return memory.digests(keys, secret)

@@ -96,6 +96,7 @@ class Shadow:
         marks = self._marks
         state.next_generation = state.generation_mark = max(marks.generation, self._youngest + 1)
         state.members.next_segment_id = max(state.members.next_segment_id, marks.segment_id)
+        state.unrecorded.first_generation = state.next_generation
         self.report.segments = len(state.members.by_id)
         self.report.objects = len(slots)
         self.report.grants = state.open_grants
@@ -148,6 +149,10 @@ class Shadow:
             case records.Copies(rows):
                 for generation, own, segment_id, offset in rows:
                     self._copy(generation, own, segment_id, offset // UNIT_BYTES)
+            case records.Recorded():
+                self.state.unrecorded.learn(record)
+            case records.Buried():
+                self.state.unrecorded.rebury(record)
             case records.QuotaFields():
                 apply_quota(self.state, record)
             case records.Resting(rows):
@@ -159,6 +164,9 @@ class Shadow:
                 self._install(put, index, fields)
             return
         self._pass(fields.now_ms)
+        if fields.generations:
+            unrecorded = self.state.unrecorded
+            unrecorded.horizon = max(unrecorded.horizon, fields.generations[-1] + 1)
         for put, index in self._puts(fields):
             self._grant(put, index)
 
@@ -330,11 +338,13 @@ class Shadow:
             )  # fmt: skip
             segment = members.add(mount, fields.segment_id, self._now_ms)
             segment.allocator = _Unplaced(segment.allocator.units)
-            segment.mounted = False
+            segment.mounted = segment.recorded = segment.compared = False
             segment.new_ms = 0
             members.set_state(segment, RETURNING)
         segment.address, segment.host_id = fields.address, fields.host_id
         segment.region = fields.region
+        segment.node, segment.incarnation = fields.node, fields.incarnation
+        segment.recorded_below, segment.keeps = fields.recorded_below, fields.keeps
 
     def _forget(self, segment_id: int) -> None:
         state = self.state

@@ -354,7 +354,9 @@ class Contender:
                 log.error("records contradict each other; reading all of them again")
                 snapshot, log_records = follower.everything()
                 report = catalog.restore(snapshot, log_records, self._setup.clock.now_ms())
-            catalog.begin_term(session.term)
+            first_records = catalog.begin_term(
+                session.term, self._setup.clock.now_ms(), durable_puts=True
+            )
             claim = Claim(
                 self._identity.cluster_id,
                 self._identity.secret,
@@ -364,6 +366,7 @@ class Contender:
                 follower.log_nbytes(),
                 self._gate_of(session, catalog),
                 durable_puts=True,
+                first_records=first_records,
             )
             reign = Reign(self._setup, catalog, claim)
         except BaseException:

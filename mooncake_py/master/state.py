@@ -15,8 +15,9 @@ from mooncake_py.master import records
 from mooncake_py.master.events import EventLog
 from mooncake_py.master.eviction import EvictionOrder, Links, Lru, Pool
 from mooncake_py.master.groups import Groups
+from mooncake_py.master.late_unseals import Extent, LateUnseals
 from mooncake_py.master.lease import RestingExtents
-from mooncake_py.master.lifecycle import TABLE, Event, Promise, State, end
+from mooncake_py.master.lifecycle import TABLE, Event, Promise, State, Unseal, end
 from mooncake_py.master.membership import ALIVE, GONE, Leaving, Membership
 from mooncake_py.master.objects import (
     GROUP,
@@ -34,6 +35,7 @@ from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.taskbook import TaskBook
 from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
 from mooncake_py.master.ttls import TtlWatch
+from mooncake_py.master.unrecorded import Unrecorded
 from mooncake_py.master.work import Work
 from mooncake_py.master.worth import Worth
 from mooncake_py.model import EXTENT_ALIGN_BYTES, extent_bytes
@@ -51,8 +53,6 @@ _COUNTERS = (
     "reports_unreached",
 )
 _POLICIES: dict[str, type[Pool]] = {"lru": Lru, "s3fifo": S3Fifo, "cost": Worth}
-_GENERATION_BITS = 40  # of a generation count puts within a term, the rest is the term
-_SEGMENT_BITS = 16  # likewise of a segment id; more mounts than that go on in the next term's
 _SET_ASIDE_MS = 1_000  # an object whose end would free nothing useful is looked at again later
 
 
@@ -87,6 +87,8 @@ class CatalogState:
         self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
         self.leaving: list[Leaving] = []  # segments that are gone, and not yet forgotten
         self.tasks = TaskBook()
+        self.unrecorded = Unrecorded()
+        self.late_unseals = LateUnseals()
         self._expiries: list[tuple[int, int, Put]] = []
         self._expiry_index = 0  # of the first one: its grants before this one have been looked at
         self._put_count = 0
@@ -135,6 +137,11 @@ class CatalogState:
         if transition.promise is Promise.GRANT:
             until = put.expires_ms + self.settings.grant_margin_ms
         group = put.groups[index] if put.groups else 0
+        if transition.unseal is Unseal.AT_ONCE:
+            for place in put.places[index]:
+                segment = self.members.at(place >> PLACE_BITS)
+                extent = (segment.segment_id, place & PLACE_MASK, put.lengths[index])
+                work.unseal(*extent, put.first + index)
         nbytes = self.give_up_grant(put, index, until, now_ms)
         work.drop(put.first + index, until if until > now_ms else 0)
         work.durable |= transition.durable
@@ -209,16 +216,23 @@ class CatalogState:
         units = extent_units(length)
         places = table.places(slot)
         freed = 0
+        sealed: list[Extent] = []
         for place in places:
             segment = self.members.at(place >> PLACE_BITS)
-            if transition.unseal and segment.state != GONE:
+            if transition.unseal is not Unseal.NO and segment.state != GONE:
                 own = table.replica_generation(slot, place)
-                work.unseal(segment.segment_id, place & PLACE_MASK, length, own)
+                sealed.append((segment.segment_id, place & PLACE_MASK, length, own))
             if segment.state == ALIVE:
                 freed += units
+        if transition.unseal is Unseal.WITH_PROMISE and until > now_ms:
+            self.late_unseals.add(until, sealed)
+        else:
+            work.unseal_all(sealed)
         group = table.groups[slot] if flags & GROUP else 0
         owner, key = self.tenants.at(table.tenant[slot]), table.key[slot]
         self.events.add(event.value, owner.name, key or b"", generation)
+        if self.unrecorded.open and key is not None:
+            work.records.append(self.unrecorded.bury(owner.name, (key,), self.next_generation))
         self.drop_object(slot, until, now_ms)
         work.drop(generation, until if until > now_ms else 0)
         self.counters[transition.counter] += 1
@@ -470,15 +484,6 @@ class CatalogState:
                 segment.resting_units -= units
                 segment.allocator.give(start, units)
         return self.resting.due(now_ms)
-
-    def begin_term(self, term: int) -> None:
-        """See `Catalog.begin_term`."""
-        self.next_generation = max(self.next_generation, term << _GENERATION_BITS)
-        self.generation_mark = max(self.generation_mark, (term + 1) << _GENERATION_BITS)
-        self.events.begin(term << _GENERATION_BITS)
-        self.term = term
-        members = self.members
-        members.next_segment_id = max(members.next_segment_id, term << _SEGMENT_BITS)
 
     def reserve_generations(self, work: Work, count: int) -> None:
         """Make sure that `count` more generations may be used. Within a term they may; without

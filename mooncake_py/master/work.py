@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mooncake_py.master import records
 from mooncake_py.master.commands import Applied, Effect, Reply, Unseal
+from mooncake_py.master.late_unseals import Extent
 from mooncake_py.model import EXTENT_ALIGN_BYTES, EXTENT_ROW
 
 _NO_DIGEST = bytes(16)
@@ -38,6 +41,10 @@ class Work:
         rows = self._unseals.setdefault(segment_id, [])
         offset = start * EXTENT_ALIGN_BYTES
         rows.append(EXTENT_ROW.pack(len(rows), 0, offset, length, generation, 0, _NO_DIGEST, 0))
+
+    def unseal_all(self, extents: Iterable[Extent]) -> None:
+        for segment_id, start, length, generation in extents:
+            self.unseal(segment_id, start, length, generation)
 
     def done(self, reply: Reply, now_ms: int) -> Applied:
         """The outcome. Drops go before grants: what they freed may already be granted again. Copies

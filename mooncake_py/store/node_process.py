@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import numpy as np
+
 from mooncake_py import errors
 from mooncake_py._native.segment import OwnedSegment
 from mooncake_py.clock import Clock, Deadline, SystemClock
@@ -30,11 +32,14 @@ from mooncake_py.master.commands import Drain, DrainInfo, Heartbeat, Mount, Unmo
 from mooncake_py.store.health import HealthDoor
 from mooncake_py.store.holds import HoldHandler
 from mooncake_py.store.host import host_id
+from mooncake_py.store.inventory import Job, Teller
 from mooncake_py.store.master_time import MasterTime
 from mooncake_py.store.pull import Mounted, PullHandler
 from mooncake_py.store.tasks import Holder, TaskRunner
 from mooncake_py.transfer import EngineOptions, Memory, Message, TransferEngine
-from mooncake_py.wire.node import HOLD_KIND, HoldReply
+from mooncake_py.wire.inventory import Page
+from mooncake_py.wire.node import HOLD_KIND, UNSEAL_KIND, HoldReply, unseal_rows
+from mooncake_py.wire.rows import EXTENT, REPLICA
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +69,7 @@ class Node:
         self._master_time = MasterTime(self._clock)
         self._heartbeat_ms = 500
         self._answered = False
+        self._cluster_id, self._term = "", 0  # where it was mounted last
         self._stack = ExitStack()
         with ExitStack() as starting:
             self._open(starting)
@@ -98,9 +104,9 @@ class Node:
         self._pulls = PullHandler(self._engine, self._segment, self._master_time)
         stack.callback(self._pulls.close)
         self._holds = HoldHandler(self._engine, self._segment)
-        self._master = MasterClient(settings.master, role="node", clock=self._clock)
+        self._master = self._connect()
         stack.callback(self._master.close)
-        self._task_master = MasterClient(settings.master, role="node", clock=self._clock)
+        self._task_master = self._connect()
         stack.callback(self._task_master.close)
         holder = Holder(
             self.name, self._incarnation, self._engine, self._segment, self._master_time,
@@ -108,11 +114,16 @@ class Node:
         )  # fmt: skip
         self._tasks = TaskRunner(holder, self._task_master)
         stack.callback(self._tasks.close)
+        self._teller = Teller(self._segment, self._master)
+        stack.callback(self._teller.close)
         self.health = OFF
         if settings.health_listen != OFF:
             door = HealthDoor(self._health_address(), self.healthy)
             stack.callback(door.close)
             self.health = door.address
+
+    def _connect(self) -> MasterClient:
+        return MasterClient(self._settings.master, role="node", clock=self._clock)
 
     def _health_address(self) -> str:
         if self._settings.health_listen != AUTO:
@@ -140,6 +151,7 @@ class Node:
             self._spawn(self._serve_pulls, f"mooncake-pull-{index}")
         self._spawn(self._heartbeats, "mooncake-heartbeat")
         self._spawn(lambda: self._tasks.run(self._closing), "mooncake-tasks")
+        self._teller.start()
 
     def stop(self) -> None:
         """Take nothing new, let others copy what is here for as long as `drain_ms`, let running
@@ -223,7 +235,10 @@ class Node:
                 host_id(),
                 segment_id=before.segment_id if before else 0,
                 domain=self._settings.domain,
+                recovers=True,
+                former_term=self._term,
             ),
+            self._cluster_id,
             timeout_ms=timeout_ms,
         )
         if before is not None and before.segment_id != mount.segment_id:
@@ -233,8 +248,12 @@ class Node:
             self._drop_all()
         self._learn_time(mount.master_now_ms, asked_at_ms)
         self._heartbeat_ms = mount.heartbeat_ms
-        self._pulls.mounted = Mounted(mount.segment_id, mount.grant_secret)
+        self._cluster_id, self._term = mount.cluster_id, mount.term
+        self._pulls.mounted = Mounted(mount.segment_id, mount.grant_secret, mount.name_secret)
         self._answered = True
+        if mount.recover:
+            page = Page(self.name, self._incarnation, mount.segment_id)
+            self._teller.ask(Job(page, mount.unrecorded, mount.first_generation))
 
     def _learn_time(self, master_now_ms: int, asked_at_ms: int) -> None:
         self._master_time.learnt(master_now_ms, asked_at_ms)
@@ -290,8 +309,25 @@ class Node:
         if message.kind == HOLD_KIND:
             mounted = self._pulls.mounted
             return self._holds.serve(message, mounted.segment_id if mounted else 0).encode()
+        if message.kind == UNSEAL_KIND:
+            return self._unseal(message.payload)
         cause = f"this node knows no message kind {message.kind}"
         return HoldReply(code=errors.VersionMismatch.code, cause=cause).encode()
+
+    def _unseal(self, payload: bytes) -> bytes:
+        mounted = self._pulls.mounted
+        try:
+            if mounted is None:
+                raise errors.NodeDraining("this node is not mounted")
+            raw = unseal_rows(payload, mounted.segment_id, mounted.grant_secret)
+        except MooncakeError as error:
+            return HoldReply(code=error.code, cause=error.cause).encode()
+        replicas = np.frombuffer(raw, REPLICA)
+        rows = np.zeros(len(replicas), dtype=EXTENT)
+        for name in ("offset", "generation"):
+            rows[name] = replicas[name]
+        self._segment.unseal(rows)
+        return HoldReply().encode()
 
     def _serve_pulls(self) -> None:
         while not self._closing.is_set():

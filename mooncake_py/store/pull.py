@@ -24,6 +24,7 @@ class Mounted:
 
     segment_id: int
     grant_secret: bytes
+    name_secret: bytes = b""  # keys are hashed under secrets derived from it
 
 
 class PullHandler:
@@ -53,7 +54,7 @@ class PullHandler:
             if mounted is None:
                 self._server.unmount()
             else:
-                self._server.mount(mounted.segment_id, mounted.grant_secret)
+                self._server.mount(mounted.segment_id, mounted.grant_secret, mounted.name_secret)
         self._mounted = mounted
 
     @property

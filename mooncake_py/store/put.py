@@ -27,7 +27,7 @@ from mooncake_py.store.reservations import ReservationPool
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.store.sources import Sources, sources_of
 from mooncake_py.transfer import TransferEngine
-from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest
+from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest, pull_names
 
 _REVOKE_MS = 50  # a put that ran out of time still tries this long to give its space back
 
@@ -172,6 +172,7 @@ class BatchWriter:
                 timeout_ms=left_ms,
                 pieces=pieces,
                 row_macs=run.macs,
+                names=pull_names(job.tenant, job.keys[start : start + count], job.policy),
             ).encode()
             reply = PullReply.decode(reach.peer.request(PULL_KIND, request, timeout_ms=left_ms))
         except MooncakeError as error:
@@ -204,16 +205,16 @@ class BatchWriter:
     def _pull_all(self, grants: Grants, job: PutJob) -> list[_Part]:
         with sources_of(job.pieces, job.sizes, self.regions, self._engine) as sources:
             if len(grants.grants) == 1:
-                return [self._pull(grants.grants[0], sources, job.deadline)]
+                return [self._pull(grants.grants[0], sources, job)]
             futures = [
-                self._nodes.submit(self._pull, grant, sources, job.deadline)
-                for grant in grants.grants[1:]
+                self._nodes.submit(self._pull, grant, sources, job) for grant in grants.grants[1:]
             ]
-            first = self._pull(grants.grants[0], sources, job.deadline)
+            first = self._pull(grants.grants[0], sources, job)
             return [first, *(future.result() for future in futures)]
 
-    def _pull(self, grant: NodeGrant, sources: Sources, deadline: Deadline) -> _Part:
+    def _pull(self, grant: NodeGrant, sources: Sources, job: PutJob) -> _Part:
         """One code a row of this grant. Never raises for what the node or network does."""
+        deadline = job.deadline
         keys = grant.table()["key_index"].astype(np.int64)
         if grant.key_base:
             keys += grant.key_base
@@ -231,6 +232,7 @@ class BatchWriter:
                 inline_values=sources.inline,
                 timeout_ms=deadline.left_ms(),
                 pieces=pieces,
+                names=pull_names(job.tenant, [job.keys[i] for i in keys.tolist()], job.policy),
             )
             answer = reach.peer.request(PULL_KIND, request.encode(), timeout_ms=deadline.left_ms())
             reply = PullReply.decode(answer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mooncake_py._native import ffi, lib
-from mooncake_py._native.memory import memory_close, memory_open
+from mooncake_py._native.memory import memory_close, memory_open, memory_open_file
 from mooncake_py.errors import UsageError
 
 
@@ -66,6 +66,18 @@ class Memory(_Mapped):
     def view(self) -> memoryview:
         """All of it, writable."""
         return self._bytes()
+
+
+class FileMemory(Memory):
+    """The first `nbytes` (whole pages) of a file that is open for reading and writing; it outlives
+    this process. The descriptor stays the caller's. Peers on this host that belong to the same user
+    may map it read-only. Raises OutOfSpace, UsageError."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        base = memory_open_file(fd, nbytes)
+        close = memory_close
+        _Mapped.__init__(self, base, nbytes, lambda _: close(base, nbytes, -1))
+        self.fd = fd
 
 
 class Mapping(_Mapped):

@@ -114,15 +114,6 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class MountedSegment:
-    segment_id: int
-    grant_secret: bytes
-    master_now_ms: int
-    heartbeat_ms: int
-    lane_address: str
-
-
-@dataclass(frozen=True, slots=True)
 class Beat:
     """Answer to a heartbeat. `known` is False when the master asks for a new mount; `unseal`:
     EXTENT rows whose extents the node unseals."""
@@ -237,7 +228,8 @@ def report_request(report: c.Report) -> Message:
     )
 
 
-def mount_request(mount: c.Mount) -> Message:
+def mount_request(mount: c.Mount, cluster_id: str) -> Message:
+    """`cluster_id`: of the cluster it was mounted in before, or ""."""
     return pb.MountRequest(
         node=mount.node,
         incarnation=mount.incarnation,
@@ -247,6 +239,11 @@ def mount_request(mount: c.Mount) -> Message:
         host_id=mount.host_id,
         segment_id=mount.segment_id,
         domain=mount.domain,
+        cluster_id=cluster_id,
+        recovers=mount.recovers,
+        warm=mount.warm,
+        keeps=mount.keeps,
+        former_term=mount.former_term,
         protocol_major=PROTOCOL_MAJOR,
         protocol_minor=PROTOCOL_MINOR,
     )
@@ -405,13 +402,6 @@ def listing(reply: pb.ListReply) -> Listing:
         np.array(reply.replicas, np.uint32),
         reply.more,
     )
-
-
-def mounted(reply: pb.MountReply) -> MountedSegment:
-    return MountedSegment(
-        reply.segment_id, reply.grant_secret, reply.master_now_ms, reply.heartbeat_ms,
-        reply.lane_address,
-    )  # fmt: skip
 
 
 def beat(reply: pb.HeartbeatReply) -> Beat:

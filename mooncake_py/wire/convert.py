@@ -18,16 +18,19 @@ from mooncake_py.master import commands as c
 from mooncake_py.model import (
     BATCH_MAX_KEYS,
     COPY_ROW,
+    EXTENT_ROW,
     FAILED_ROW,
     KEY_MAX_BYTES,
     OBJECT_MAX_BYTES,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    REPLICA_ROW,
     TASK_DONE_ROW,
     TENANT_MAX_BYTES,
     ReplicaPolicy,
     is_reserved,
 )
+from mooncake_py.wire import names
 from mooncake_py.wire.lane import Method
 from mooncake_py.wire.v1 import master_pb2 as pb
 
@@ -37,10 +40,12 @@ LIST_MAX_KEYS = 2048  # a page: 8 MiB of the longest keys, half of what a client
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What a command needs that is not in the request. `random` draws 64 bits for placement."""
+    """What a command needs that is not in the request. `random` draws 64 bits for placement;
+    `cluster_id`: of this cluster."""
 
     digests: Callable[[str, Sequence[bytes]], bytes]
     random: Callable[[], int]
+    cluster_id: str = ""
 
 
 def parse(method: Method, payload: bytes) -> Message:
@@ -119,7 +124,9 @@ def _put_start(r: pb.PutStartRequest, edge: Edge) -> c.PutStart:
 
 
 def _reserve(r: pb.ReserveRequest, edge: Edge) -> c.Reserve:
-    return c.Reserve(_tenant(r), r.length, r.count, r.host_id, edge.random())
+    tenant = _tenant(r)
+    digest = edge.digests(tenant, [b""])
+    return c.Reserve(tenant, r.length, r.count, r.host_id, edge.random(), digest)
 
 
 def _put_end(r: pb.PutEndRequest, edge: Edge) -> c.PutEnd:
@@ -167,7 +174,19 @@ def _mount(r: pb.MountRequest, edge: Edge) -> c.Mount:
         raise UsageError("mount: incarnation and nbytes must not be 0")
     return c.Mount(
         _name("the node's name", r.node), r.incarnation, _name("the node's address", r.address),
-        r.region, r.nbytes, r.host_id, r.segment_id, r.domain,
+        r.region, r.nbytes, r.host_id, r.segment_id, r.domain, r.recovers,
+        bool(r.cluster_id) and r.cluster_id != edge.cluster_id, r.warm, r.keeps, r.former_term,
+    )  # fmt: skip
+
+
+def _inventory(r: pb.InventoryRequest, edge: Edge) -> c.Inventory:
+    count, rest = divmod(len(r.rows), EXTENT_ROW.size)
+    if rest or len(r.absent) % REPLICA_ROW.size or count > BATCH_MAX_KEYS:
+        raise UsageError(f"inventory: rows are whole, and at most {BATCH_MAX_KEYS}")
+    return c.Inventory(
+        r.node, r.incarnation, r.segment_id, r.rows,
+        list(names.split(r.names, r.name_ends, count)),
+        r.recorded, r.compare, r.cursor, r.absent,
     )  # fmt: skip
 
 
@@ -225,6 +244,7 @@ _COMMANDS: dict[int, Callable[[Any, Edge], c.Command]] = {
     pb.LANE_TASKS: _tasks,
     pb.LANE_COPY: _copy,
     pb.LANE_DRAIN: _drain,
+    pb.LANE_INVENTORY: _inventory,
 }
 
 
@@ -346,9 +366,11 @@ class MountTerms:
     master_now_ms: int
     heartbeat_ms: int
     lane_address: str
+    cluster_id: str = ""
+    name_secret: bytes = b""
 
 
-def mounted(terms: MountTerms, term: int) -> bytes:
+def mounted(answer: c.Mounted, terms: MountTerms, term: int) -> bytes:
     return pb.MountReply(
         outcome=_ok(term),
         segment_id=terms.segment_id,
@@ -356,6 +378,21 @@ def mounted(terms: MountTerms, term: int) -> bytes:
         master_now_ms=terms.master_now_ms,
         heartbeat_ms=terms.heartbeat_ms,
         lane_address=terms.lane_address,
+        cluster_id=terms.cluster_id,
+        name_secret=terms.name_secret,
+        recover=answer.recover,
+        unrecorded=b"".join(REPLICA_ROW.pack(*each) for each in answer.unrecorded),
+        first_generation=answer.first_generation,
+    ).SerializeToString()
+
+
+def inventoried(answer: c.Inventoried, term: int) -> bytes:
+    return pb.InventoryReply(
+        outcome=_ok(term),
+        unseal=answer.unseal,
+        believed=answer.believed,
+        cursor=answer.cursor,
+        more=answer.more,
     ).SerializeToString()
 
 

@@ -66,9 +66,11 @@ TASKS = Method(pb.LANE_TASKS, "Tasks", pb.TasksRequest, pb.TasksReply, changes=T
 COPY = Method(pb.LANE_COPY, "Copy", pb.CopyRequest, pb.CopyReply, changes=True)
 DRAIN = Method(pb.LANE_DRAIN, "Drain", pb.DrainRequest, pb.DrainReply)
 
+INVENTORY = Method(pb.LANE_INVENTORY, "Inventory", pb.InventoryRequest, pb.InventoryReply)
+
 METHODS = (
     CONNECT, EXISTS, LOCATE, PUT_START, PUT_END, PUT_REVOKE, REMOVE, LIST, REPORT, MOUNT,
     HEARTBEAT, UNMOUNT, STATUS, SET_QUOTA, EVENTS, TASKS, COPY,
-    DRAIN, RESERVE,
+    DRAIN, RESERVE, INVENTORY,
 )  # fmt: skip
 BY_NUMBER = {method.number: method for method in METHODS}

@@ -4,20 +4,30 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hmac import compare_digest
+from itertools import accumulate
 
 from google.protobuf.message import DecodeError
 
-from mooncake_py.errors import UsageError
+from mooncake_py._native.pulls import grant_mac
+from mooncake_py.errors import AccessRefused, UsageError
+from mooncake_py.model import ReplicaPolicy
+from mooncake_py.wire.rows import REPLICA
 from mooncake_py.wire.v1 import node_pb2
 
 PULL_KIND: int = node_pb2.NODE_PULL
 HOLD_KIND: int = node_pb2.NODE_HOLD
+UNSEAL_KIND: int = node_pb2.NODE_UNSEAL
 
 _ROW_BYTES = 64
 _ROW_MACS = 1  # MC_PULL_ROW_MACS
 _PIECES = 2  # MC_PULL_PIECES
-_HEAD = struct.Struct("<Q16sIIII")  # mc_pull_head
+_HEAD = struct.Struct("<Q16sIIIIII")  # mc_pull_head
+_NAMES = struct.Struct("<IIHHI")  # mc_pull_names
+_HARD_PIN = 1
+_UNSEAL = struct.Struct("<Q16s")
 _CODE = struct.Struct("<I")
 
 
@@ -26,7 +36,8 @@ class PullRequest:
     """Copy values into granted extents. `rows` and `mac` are the master's grant, unchanged;
     `sources` is one little-endian u64 a row, an offset in `region` of the sender or, when
     `region` is 0, in `inline_values`; with `pieces` (PULL_PIECE records) the index of the value's
-    first one. `row_macs`: the rows are reservations, each with a mac of its own."""
+    first one. `row_macs`: the rows are reservations, each with a mac of its own. `names`: of
+    `pull_names`, one a row; without any the objects keep no names at their node."""
 
     segment_id: int
     rows: bytes
@@ -37,6 +48,7 @@ class PullRequest:
     timeout_ms: int
     pieces: bytes = b""
     row_macs: bytes = b""
+    names: bytes = b""
 
     def encode(self) -> bytes:
         head = _HEAD.pack(
@@ -46,9 +58,21 @@ class PullRequest:
             self.region,
             self.timeout_ms,
             (_ROW_MACS if self.row_macs else 0) | (_PIECES if self.pieces else 0),
+            len(self.names),
+            0,
         )
         values = self.pieces or self.inline_values
-        return b"".join((head, self.rows, self.sources, self.row_macs, values))
+        return b"".join((head, self.rows, self.sources, self.row_macs, self.names, values))
+
+
+def pull_names(tenant: str, keys: Sequence[bytes], policy: ReplicaPolicy) -> bytes:
+    """What the objects of a pull are called, in the order of its rows, and how they are put."""
+    text = tenant.encode()
+    ends = list(accumulate(map(len, keys)))
+    flags = _HARD_PIN if policy.hard_pin else 0
+    head = _NAMES.pack(policy.soft_pin_ms, policy.ttl_ms, len(text), flags, 0)
+    padding = bytes(-(len(text) + ends[-1]) % 8)  # what follows is aligned
+    return b"".join((head, struct.pack(f"<{len(ends)}Q", *ends), text, *keys, padding))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +137,20 @@ class HoldReply:
         except DecodeError as error:
             raise UsageError(f"the hold reply cannot be parsed: {error}") from None
         return HoldReply(m.code, m.cause, m.status)
+
+
+def unseal_message(segment_id: int, replicas: bytes, secret: bytes) -> bytes:
+    """The master's order to unseal these (rows REPLICA): segment id, mac under the segment's grant
+    secret, rows. Repeating it does no harm: it may be sent or played back any number of times."""
+    return _UNSEAL.pack(segment_id, grant_mac(segment_id, replicas, secret)) + replicas
+
+
+def unseal_rows(payload: bytes, segment_id: int, secret: bytes) -> bytes:
+    """The rows of such an order. UsageError, AccessRefused: it is none, or not for this segment."""
+    if len(payload) < _UNSEAL.size or (len(payload) - _UNSEAL.size) % REPLICA.itemsize:
+        raise UsageError("this is no order to unseal", nbytes=len(payload))
+    named, mac = _UNSEAL.unpack_from(payload)
+    rows = payload[_UNSEAL.size :]
+    if named != segment_id or not compare_digest(mac, grant_mac(segment_id, rows, secret)):
+        raise AccessRefused("the order was not signed by this node's master")
+    return rows

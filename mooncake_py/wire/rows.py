@@ -51,3 +51,7 @@ FAILED = np.dtype([("key_index", "<u4"), ("reserved", "<u4"), ("segment_id", "<u
 PULL_PIECE = np.dtype(
     [("offset", "<u8"), ("length", "<u8"), ("region", "<u4"), ("reserved", "<u4")]
 )
+
+# Ranges [start, below) of generations; one replica of an object in a segment.
+GENERATIONS = np.dtype([("start", "<u8"), ("below", "<u8")])
+REPLICA = np.dtype([("offset", "<u8"), ("generation", "<u8")])

@@ -13,6 +13,10 @@
  * before the first touch, so that no SIGBUS can follow). */
 int32_t mc_memory_open(const char *name, uint64_t nbytes, uint32_t flags, uint64_t *out_address,
                        uint64_t *out_nbytes, int32_t *out_fd);
+/* Likewise, in a file (open for reading and writing, the caller's) of which the first nbytes, a
+ * multiple of the page size, are mapped. What is there stays as it is; what the file lacks is
+ * allocated, so that no later touch can fail for want of space (MC_E_OUT_OF_SPACE). */
+int32_t mc_memory_open_file(int32_t fd, uint64_t nbytes, uint64_t *out_address);
 void mc_memory_close(uint64_t address, uint64_t nbytes, int32_t fd);
 
 /* ---- copies and checksums ------------------------------------------------------------------ */

@@ -14,6 +14,8 @@ typedef struct mc_segment_stats {
     uint64_t writing_count;  /* begun, not sealed or aborted */
     uint64_t refused_count;  /* rows answered with anything but MC_OK, since open */
     uint64_t held_count;     /* extents held by readers */
+    uint64_t journal_nbytes;
+    uint64_t journal_failures;
 } mc_segment_stats;
 
 int32_t mc_segment_open(uint64_t base, uint64_t nbytes, mc_segment **out);
@@ -33,6 +35,15 @@ int32_t mc_segment_begin(mc_segment *segment, const mc_extent_row *rows, uint64_
 int32_t mc_segment_fill(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
                         const uint8_t *values, uint64_t values_nbytes, const uint64_t *sources,
                         uint32_t *crcs, int32_t *statuses);
+/* Between the beats: keep what a row's object is called. The name of row i is
+ * common[0, common_nbytes) followed by keys[ends[i-1], ends[i]). Rows whose status is 0 only. With a
+ * secret (16 bytes, else null) the row's digest must be mc_digest of the key, or of no bytes, which
+ * is how a master signs a row for any key: what it signed is what the node remembers. Otherwise, or when the ends do not rise within keys_nbytes, the row
+ * becomes MC_E_ACCESS or MC_E_USAGE and keeps no name. */
+int32_t mc_segment_name(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
+                        const uint8_t *common, uint64_t common_nbytes, const uint8_t *keys,
+                        uint64_t keys_nbytes, const uint64_t *ends, const uint8_t *secret,
+                        int32_t *statuses);
 /* Second beat, for rows that this caller's begin answered with 0, and no others (a second request
  * for the same grant must not end the first one's). statuses[i] 0: the payload is in place and
  * crcs[i] its crc32c; the extent is sealed, unless its grant has ended meanwhile
@@ -55,3 +66,47 @@ int32_t mc_segment_stat(mc_segment *segment, mc_segment_stats *out);
 /* Sealed extents from `offset` on, ascending, at most n. Answers how many, or a status. */
 int64_t mc_segment_inventory(mc_segment *segment, uint64_t offset, mc_extent_row *rows,
                              uint64_t n);
+
+typedef struct mc_generations {
+    uint64_t from;
+    uint64_t below;
+} mc_generations;
+typedef struct mc_replica {
+    uint64_t offset;
+    uint64_t generation;
+} mc_replica;
+
+/* What a master is told of sealed extents: those from `offset` on whose generation lies in one of
+ * the ranges and that do not carry `mark` (0: all), with their names; at most n, as many names as
+ * fit names_nbytes (name i ends at name_ends[i]), and after looking at a bounded number of extents.
+ * *next: where to go on, UINT64_MAX at the end. Answers how many, or MC_E_USAGE: the first one's
+ * name is longer than names_nbytes. */
+int64_t mc_segment_named(mc_segment *segment, uint64_t offset, const mc_generations *ranges,
+                         uint64_t range_count, uint32_t mark, mc_extent_row *rows, uint64_t n,
+                         uint8_t *names, uint64_t names_nbytes, uint64_t *name_ends,
+                         uint64_t *next);
+/* The master believes in these: mark the sealed ones (mark is not 0). absent[i] becomes 1 where
+ * there is no such sealed extent, else 0. */
+int32_t mc_segment_mark(mc_segment *segment, const mc_replica *replicas, uint64_t n,
+                        uint32_t mark, uint8_t *absent);
+/* Keep a journal of this segment in `fd` (opened for writing, the caller's, which must outlive the
+ * segment), beginning with all extents in the table: from now on every begun extent is written down
+ * before its payload, with its name as soon as it is known, in the order of their beginnings. Where
+ * the memory is a file, journal and headers tell a later owner what was there (mc_segment_adopt).
+ * Entry: mc_journal_head, the row, the name. A write that fails costs later owners the extents it was
+ * about, and is counted (stats.journal_failures). */
+typedef struct mc_journal_head {
+    uint32_t magic;        /* "MCJN" */
+    uint32_t name_nbytes;
+    uint32_t crc32c;       /* of row and name */
+    uint32_t reserved;
+} mc_journal_head;
+int32_t mc_segment_journal(mc_segment *segment, int32_t fd);
+/* Extents of a former owner of this memory: row i, whose name ends at name_ends[i] of `names`,
+ * enters the table as sealed if its header is whole, sealed and that of the row, its payload fits
+ * its crc32c, and no extent in the table overlaps it. statuses[i]: 0, MC_E_LEASE_EXPIRED (another
+ * header, unsealed, or overlapped), MC_E_CHECKSUM, MC_E_USAGE. Rows with a non-zero status on entry
+ * are left out. Reads every payload byte; several threads may adopt at once. */
+int32_t mc_segment_adopt(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
+                         const uint8_t *names, uint64_t names_nbytes, const uint64_t *name_ends,
+                         int32_t *statuses);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mooncake_py.master.lifecycle import TABLE, Event, State, end, mermaid, promises
+from mooncake_py.master.lifecycle import TABLE, Event, State, Unseal, end, mermaid, promises
 
 NOTE = Path(__file__).parents[2] / "design" / "lifecycle.md"
 
@@ -25,4 +25,4 @@ def test_every_state_is_reached_and_left_and_every_row_is_unique() -> None:
 def test_an_acknowledged_removal_is_durable_and_cannot_be_adopted_again() -> None:
     removal = end(State.COMPLETE, Event.REMOVE)
     assert removal.durable
-    assert removal.unseal
+    assert removal.unseal is Unseal.AT_ONCE

@@ -25,6 +25,7 @@ LANE_EVENTS: int
 LANE_TASKS: int
 LANE_COPY: int
 LANE_DRAIN: int
+LANE_INVENTORY: int
 LANE_RESERVE: int
 
 class Outcome(Message):
@@ -388,6 +389,11 @@ class MountRequest(Message):
     protocol_major: int
     protocol_minor: int
     domain: str
+    cluster_id: str
+    recovers: bool
+    warm: bool
+    keeps: bool
+    former_term: int
     def __init__(
         self,
         *,
@@ -401,6 +407,11 @@ class MountRequest(Message):
         protocol_major: int | None = ...,
         protocol_minor: int | None = ...,
         domain: str | None = ...,
+        cluster_id: str | None = ...,
+        recovers: bool | None = ...,
+        warm: bool | None = ...,
+        keeps: bool | None = ...,
+        former_term: int | None = ...,
     ) -> None: ...
 
 class MountReply(Message):
@@ -410,6 +421,11 @@ class MountReply(Message):
     master_now_ms: int
     heartbeat_ms: int
     lane_address: str
+    cluster_id: str
+    name_secret: bytes
+    recover: bool
+    unrecorded: bytes
+    first_generation: int
     def __init__(
         self,
         *,
@@ -419,6 +435,53 @@ class MountReply(Message):
         master_now_ms: int | None = ...,
         heartbeat_ms: int | None = ...,
         lane_address: str | None = ...,
+        cluster_id: str | None = ...,
+        name_secret: bytes | None = ...,
+        recover: bool | None = ...,
+        unrecorded: bytes | None = ...,
+        first_generation: int | None = ...,
+    ) -> None: ...
+
+class InventoryRequest(Message):
+    node: str
+    incarnation: int
+    segment_id: int
+    rows: bytes
+    names: bytes
+    name_ends: bytes
+    recorded: bool
+    compare: bool
+    cursor: int
+    absent: bytes
+    def __init__(
+        self,
+        *,
+        node: str | None = ...,
+        incarnation: int | None = ...,
+        segment_id: int | None = ...,
+        rows: bytes | None = ...,
+        names: bytes | None = ...,
+        name_ends: bytes | None = ...,
+        recorded: bool | None = ...,
+        compare: bool | None = ...,
+        cursor: int | None = ...,
+        absent: bytes | None = ...,
+    ) -> None: ...
+
+class InventoryReply(Message):
+    outcome: Outcome
+    unseal: bytes
+    believed: bytes
+    cursor: int
+    more: bool
+    def __init__(
+        self,
+        *,
+        outcome: Outcome | None = ...,
+        unseal: bytes | None = ...,
+        believed: bytes | None = ...,
+        cursor: int | None = ...,
+        more: bool | None = ...,
     ) -> None: ...
 
 class HeartbeatRequest(Message):

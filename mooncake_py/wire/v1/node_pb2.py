@@ -9,10 +9,11 @@ _pool.AddSerializedFile(
     b'\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\x12\x0f\n\x07releas'
     b'e\x18\x03 \x01(\x08"8\n\tHoldReply\x12\x0c\n\x04'
     b'code\x18\x01 \x01(\r\x12\r\n\x05cause\x18\x02 \x01('
-    b'\t\x12\x0e\n\x06status\x18\x03 \x01(\x0c*9\n\nNod'
+    b'\t\x12\x0e\n\x06status\x18\x03 \x01(\x0c*J\n\nNod'
     b'eMethod\x12\r\n\tNODE_NONE\x10\x00\x12\r'
     b'\n\tNODE_PULL\x10@\x12\r\n\tNODE_HO'
-    b'LD\x10Ab\x06proto3'
+    b'LD\x10A\x12\x0f\n\x0bNODE_UNSEAL\x10Gb\x06p'
+    b'roto3'
 )
 _file = _pool.FindFileByName("mooncake/v1/node.proto")
 _messages = _file.message_types_by_name
@@ -21,3 +22,4 @@ HoldReply = message_factory.GetMessageClass(_messages["HoldReply"])
 NODE_NONE = 0
 NODE_PULL = 64
 NODE_HOLD = 65
+NODE_UNSEAL = 71

@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 NODE_NONE: int
 NODE_PULL: int
 NODE_HOLD: int
+NODE_UNSEAL: int
 
 class HoldRequest(Message):
     segment_id: int

@@ -5,21 +5,34 @@
 // and a put costs O(log n) plus what it replaces. The map is the authority: header bytes found in
 // memory may be part of some old payload, and are never believed here.
 
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <new>
+#include <string>
+#include <utility>
 
 #include "base/abi.h"
+#include "memory/extent.h"
 
 namespace {
 
 constexpr uint64_t kAlign = MC_EXTENT_HEADER_NBYTES;
+constexpr uint64_t kJournalStep = 1 << 20;
+constexpr uint64_t kLookMax = 16384;  // extents of one call that lists, while puts wait
 
 struct Extent {
   mc_extent_row row;
   uint64_t end;
   bool writing;
+  uint32_t mark;  // of the last reconciliation with a master that named it
+  std::string name;
 };
 
 using Table = std::map<uint64_t, Extent>;
@@ -38,13 +51,43 @@ uint64_t extent_nbytes(uint64_t length) { return (length + 2 * kAlign - 1) / kAl
 
 }  // namespace
 
+constexpr uint32_t kJournalMagic = 0x4e4a434d;
+
+void append_entry(std::string *to, const mc_extent_row &row, const std::string &name) {
+  mc_journal_head head{kJournalMagic, static_cast<uint32_t>(name.size()), 0, 0};
+  head.crc32c = mc_crc32c(name.data(), name.size(), mc_crc32c(&row, sizeof row, 0));
+  to->append(reinterpret_cast<const char *>(&head), sizeof head);
+  to->append(reinterpret_cast<const char *>(&row), sizeof row);
+  to->append(name);
+}
+
 struct mc_segment {
+  int journal = -1;  // written under the mutex, so that it has the order of the table
   uint64_t base;
   uint64_t nbytes;
   std::mutex mutex;
   Table table;
   Holds holds;
   mc_segment_stats stats{};
+
+  // All or nothing: what was written of a batch that did not fit is taken back.
+  void write_down(const std::string &entries) {
+    if (journal < 0 || entries.empty()) return;
+    uint64_t done = 0;
+    while (done < entries.size()) {
+      const ssize_t n = pwrite(journal, entries.data() + done, entries.size() - done,
+                   static_cast<off_t>(stats.journal_nbytes + done));
+      if (n < 0 && errno == EINTR) continue;
+      if (n <= 0) break;
+      done += static_cast<uint64_t>(n);
+    }
+    if (done == entries.size()) {
+      stats.journal_nbytes += done;
+    } else {
+      stats.journal_failures += 1;
+      (void)!ftruncate(journal, static_cast<off_t>(stats.journal_nbytes));
+    }
+  }
 
   bool fits(const mc_extent_row &row) const {
     return row.offset % kAlign == 0 && row.offset < nbytes && row.length <= nbytes &&
@@ -117,7 +160,7 @@ struct mc_segment {
     int32_t status = MC_OK;
     mc_extent_begin(base, nbytes, &row, 1, &status);
     if (status != MC_OK) return status;
-    table.emplace(row.offset, Extent{row, end, true});
+    table.emplace(row.offset, Extent{row, end, true, 0, {}});
     stats.writing_count += 1;
     return MC_OK;
   }
@@ -140,14 +183,57 @@ struct mc_segment {
     return MC_OK;
   }
 
+  // A put that still runs is ended: its seal will fail, and takes it out of the table.
   void unseal(const mc_extent_row &row) {
     const auto it = table.find(row.offset);
-    if (it != table.end() && !it->second.writing &&
-      it->second.row.generation == row.generation) {
+    if (it == table.end() || it->second.row.generation != row.generation) return;
+    if (!it->second.writing) {
       forget(it);
+      return;
     }
+    int32_t status = MC_OK;
+    mc_extent_unseal(base, nbytes, &it->second.row, 1, &status);
+  }
+
+  Extent *writing(const mc_extent_row &row) {
+    const auto it = table.find(row.offset);
+    const bool is = it != table.end() && it->second.writing &&
+            it->second.row.generation == row.generation;
+    return is ? &it->second : nullptr;
+  }
+
+  int32_t adopt(const mc_extent_row &row, const uint8_t *name, uint64_t name_nbytes) {
+    if (!fits(row) || row.generation == 0) return MC_E_USAGE;
+    mc::memory::Header header;
+    std::memcpy(&header, reinterpret_cast<const void *>(base + row.offset), sizeof header);
+    if (header.state != mc::memory::kSealed || header.generation != row.generation ||
+      header.length != row.length || std::memcmp(header.digest, row.digest, 16) != 0) {
+      return MC_E_LEASE_EXPIRED;
+    }
+    if (header.header_crc != mc::memory::header_crc(header)) return MC_E_CHECKSUM;
+    const auto *payload = reinterpret_cast<const void *>(base + row.offset + kAlign);
+    if (mc_crc32c(payload, row.length, 0) != header.crc) return MC_E_CHECKSUM;
+    const uint64_t end = row.offset + extent_nbytes(row.length);
+    const std::lock_guard guard(mutex);
+    const auto first = first_overlap(row.offset);
+    if (first != table.end() && first->first < end) return MC_E_LEASE_EXPIRED;
+    table.emplace(row.offset, Extent{row, end, false, 0,
+                     std::string(reinterpret_cast<const char *>(name), name_nbytes)});
+    stats.extent_count += 1;
+    stats.extent_nbytes += row.length;
+    return MC_OK;
   }
 };
+
+namespace {
+
+bool in_ranges(uint64_t generation, const mc_generations *ranges, uint64_t count) {
+  return std::any_of(ranges, ranges + count, [generation](const mc_generations &each) {
+    return generation >= each.from && generation < each.below;
+  });
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -166,11 +252,17 @@ void mc_segment_close(mc_segment *segment) { delete segment; }
 int32_t mc_segment_begin(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
             uint64_t now_ms, int32_t *statuses) {
   const std::lock_guard guard(segment->mutex);
+  std::string entries;
   for (uint64_t i = 0; i < n; ++i) {
     if (statuses[i] != MC_OK) continue;
     statuses[i] = segment->begin(rows[i], now_ms);
-    if (statuses[i] != MC_OK) segment->stats.refused_count += 1;
+    if (statuses[i] != MC_OK) {
+      segment->stats.refused_count += 1;
+    } else if (segment->journal >= 0) {
+      append_entry(&entries, rows[i], {});
+    }
   }
+  segment->write_down(entries);
   return MC_OK;
 }
 
@@ -199,6 +291,47 @@ int32_t mc_segment_seal(mc_segment *segment, const mc_extent_row *rows, uint64_t
     statuses[i] = segment->seal(rows[i], crcs[i], now_ms, before);
     if (before == MC_OK && statuses[i] != MC_OK) segment->stats.refused_count += 1;
   }
+  return MC_OK;
+}
+
+int32_t mc_segment_name(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
+            const uint8_t *common, uint64_t common_nbytes, const uint8_t *keys,
+            uint64_t keys_nbytes, const uint64_t *ends, const uint8_t *secret,
+            int32_t *statuses) {
+  uint64_t from = 0;
+  const uint64_t none = 0;
+  uint8_t any_key[16];
+  std::string entries;
+  if (secret != nullptr) mc_digest(keys, &none, 1, secret, any_key);
+  for (uint64_t i = 0; i < n; ++i) {
+    const uint64_t start = std::exchange(from, std::max(from, ends[i]));
+    if (statuses[i] != MC_OK) continue;
+    if (ends[i] < start || ends[i] > keys_nbytes) {
+      statuses[i] = MC_E_USAGE;
+      continue;
+    }
+    const uint64_t length = ends[i] - start;
+    if (secret != nullptr) {
+      uint8_t digest[16];
+      mc_digest(keys + start, &length, 1, secret, digest);
+      if (std::memcmp(digest, rows[i].digest, 16) != 0 &&
+        std::memcmp(any_key, rows[i].digest, 16) != 0) {
+        statuses[i] = MC_E_ACCESS;
+        continue;
+      }
+    }
+    std::string name;
+    name.reserve(common_nbytes + length);
+    name.append(reinterpret_cast<const char *>(common), common_nbytes);
+    name.append(reinterpret_cast<const char *>(keys + start), length);
+    const std::lock_guard guard(segment->mutex);
+    Extent *extent = segment->writing(rows[i]);
+    if (extent == nullptr) continue;
+    if (segment->journal >= 0) append_entry(&entries, rows[i], name);
+    extent->name = std::move(name);
+  }
+  const std::lock_guard guard(segment->mutex);
+  segment->write_down(entries);
   return MC_OK;
 }
 
@@ -243,6 +376,76 @@ int64_t mc_segment_inventory(mc_segment *segment, uint64_t offset, mc_extent_row
     if (!it->second.writing) rows[count++] = it->second.row;
   }
   return static_cast<int64_t>(count);
+}
+
+int64_t mc_segment_named(mc_segment *segment, uint64_t offset, const mc_generations *ranges,
+             uint64_t range_count, uint32_t mark, mc_extent_row *rows, uint64_t n,
+             uint8_t *names, uint64_t names_nbytes, uint64_t *name_ends,
+             uint64_t *next) {
+  const std::lock_guard guard(segment->mutex);
+  uint64_t count = 0, looked = 0, used = 0;
+  auto it = segment->table.lower_bound(offset);
+  for (; it != segment->table.end() && count < n && looked < kLookMax; ++it, ++looked) {
+    const Extent &extent = it->second;
+    if (extent.writing || (mark != 0 && extent.mark == mark)) continue;
+    if (!in_ranges(extent.row.generation, ranges, range_count)) continue;
+    if (extent.name.size() > names_nbytes - used) {
+      if (count == 0) return MC_E_USAGE;
+      break;
+    }
+    std::memcpy(names + used, extent.name.data(), extent.name.size());
+    used += extent.name.size();
+    name_ends[count] = used;
+    rows[count++] = extent.row;
+  }
+    *next = it == segment->table.end() ? std::numeric_limits<uint64_t>::max() : it->first;
+  return static_cast<int64_t>(count);
+}
+
+int32_t mc_segment_mark(mc_segment *segment, const mc_replica *replicas, uint64_t n,
+            uint32_t mark, uint8_t *absent) {
+  const std::lock_guard guard(segment->mutex);
+  for (uint64_t i = 0; i < n; ++i) {
+    const auto it = segment->table.find(replicas[i].offset);
+    const bool there = it != segment->table.end() && !it->second.writing &&
+               it->second.row.generation == replicas[i].generation;
+    absent[i] = there ? 0 : 1;
+    if (there) it->second.mark = mark;
+  }
+  return MC_OK;
+}
+
+int32_t mc_segment_journal(mc_segment *segment, int32_t fd) {
+  if (fd < 0) return MC_E_USAGE;
+  const std::lock_guard guard(segment->mutex);
+  const uint64_t failures = segment->stats.journal_failures;
+  const int former = std::exchange(segment->journal, fd);
+  const uint64_t former_nbytes = std::exchange(segment->stats.journal_nbytes, 0);
+  std::string entries;
+  for (const auto &[offset, extent] : segment->table) {
+    append_entry(&entries, extent.row, extent.name);
+    if (entries.size() < kJournalStep) continue;
+    segment->write_down(entries);
+    entries.clear();
+  }
+  segment->write_down(entries);
+  if (segment->stats.journal_failures == failures) return MC_OK;
+  segment->journal = former;
+  segment->stats.journal_nbytes = former_nbytes;
+  return MC_E_OUT_OF_SPACE;
+}
+
+int32_t mc_segment_adopt(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
+             const uint8_t *names, uint64_t names_nbytes, const uint64_t *name_ends,
+             int32_t *statuses) {
+  uint64_t from = 0;
+  for (uint64_t i = 0; i < n; ++i) {
+    const uint64_t start = std::exchange(from, std::max(from, name_ends[i]));
+    if (statuses[i] != MC_OK) continue;
+    const bool whole = name_ends[i] >= start && name_ends[i] <= names_nbytes;
+    statuses[i] = whole ? segment->adopt(rows[i], names + start, name_ends[i] - start) : MC_E_USAGE;
+  }
+  return MC_OK;
 }
 
 }  // extern "C"

@@ -7,8 +7,11 @@
 // middle of somebody's put), by two threads: one cannot keep up with the kernel's zeroing.
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <linux/memfd.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -116,6 +119,23 @@ class Mapping {
     return address_ == MAP_FAILED ? MC_E_OUT_OF_SPACE : populate();
   }
 
+  int32_t open_file(int fd, uint64_t nbytes) {
+    struct stat info {};
+    struct statfs where {};
+    if (fstat(fd, &info) != 0 || fstatfs(fd, &where) != 0) return MC_E_USAGE;
+    const uint64_t there = static_cast<uint64_t>(info.st_blocks) * 512;
+    const bool in_memory = where.f_type == TMPFS_MAGIC;
+    if (in_memory && nbytes > there && !room_for(nbytes - there)) return MC_E_OUT_OF_SPACE;
+    fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    if (fd_ < 0) return MC_E_USAGE;
+    for (uint64_t at = 0; at < nbytes; at += kStep) {
+      if (!allocate(at, std::min(kStep, nbytes - at))) return MC_E_OUT_OF_SPACE;
+    }
+    nbytes_ = nbytes;
+    address_ = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+    return address_ == MAP_FAILED ? MC_E_OUT_OF_SPACE : populate();
+  }
+
   // After this no process can shrink the file, nor, with sole_writer, map it for writing.
   int32_t seal(bool sole_writer) {
     const int seals = F_SEAL_SHRINK | F_SEAL_GROW | (sole_writer ? F_SEAL_FUTURE_WRITE : 0);
@@ -201,6 +221,19 @@ int32_t mc_memory_open(const char* name, uint64_t nbytes, uint32_t flags, uint64
   if ((flags & ~uint32_t{MC_MEMORY_HUGE | MC_MEMORY_SOLE_WRITER}) != 0) return MC_E_USAGE;
   if (nbytes > kLargest) return MC_E_OUT_OF_SPACE;
   return open_memory(name, nbytes, flags, out_address, out_nbytes, out_fd);
+}
+
+int32_t mc_memory_open_file(int32_t fd, uint64_t nbytes, uint64_t* out_address) {
+  using namespace mc::memory;
+  if (fd < 0 || nbytes == 0 || nbytes % kPage != 0 || nbytes > kLargest) return MC_E_USAGE;
+  Mapping mapping;
+  const int32_t status = mapping.open_file(fd, nbytes);
+  if (status != MC_OK) return status;
+  uint64_t mapped = 0;
+  int32_t own = -1;
+  mapping.hand_out(out_address, &mapped, &own);
+  close(own);  // the mapping holds the file
+  return MC_OK;
 }
 
 void mc_memory_close(uint64_t address, uint64_t nbytes, int32_t fd) {

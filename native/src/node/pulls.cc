@@ -33,8 +33,23 @@ constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 struct Mount {
   uint64_t segment_id = 0;
   uint8_t secret[16] = {};
+  uint8_t name_secret[16] = {};
+  bool names = false;
   uint64_t number = 0;  // counts the mounts
 };
+
+// The head of a name: mooncake_py/wire/names.py.
+#pragma pack(push, 1)
+struct NameHead {
+  uint8_t version;
+  uint8_t flags;
+  uint16_t tenant_nbytes;
+  uint64_t soft_pin_until_ms;
+  uint64_t ttl_until_ms;
+  uint64_t generation;
+};
+#pragma pack(pop)
+static_assert(sizeof(NameHead) == 28);
 
 // A request as it lies in its message.
 struct Request {
@@ -48,7 +63,30 @@ struct Request {
   uint64_t piece_count;  // 0: every value lies in one place
 
   bool scattered() const { return (head.flags & MC_PULL_PIECES) != 0; }
+  mc_pull_names names;
+  const uint64_t* key_ends;  // null: there are no names
+  const uint8_t* tenant;
+  const uint8_t* keys;
+  uint64_t keys_nbytes;
 };
+
+// `at`: names_nbytes of names, aligned to 8 bytes.
+bool parse_names(const uint8_t* at, Request* out) {
+  out->key_ends = nullptr;
+  const uint64_t nbytes = out->head.names_nbytes, count = out->head.row_count;
+  if (nbytes == 0) return true;
+  if (nbytes < sizeof out->names) return false;
+  std::memcpy(&out->names, at, sizeof out->names);
+  const uint64_t rest = nbytes - sizeof out->names;
+  if (rest / sizeof(uint64_t) < count) return false;
+  const uint64_t text_nbytes = rest - count * sizeof(uint64_t);
+  if (text_nbytes < out->names.tenant_nbytes) return false;
+  out->key_ends = reinterpret_cast<const uint64_t*>(at + sizeof out->names);
+  out->tenant = at + sizeof out->names + count * sizeof(uint64_t);
+  out->keys = out->tenant + out->names.tenant_nbytes;
+  out->keys_nbytes = text_nbytes - out->names.tenant_nbytes;
+  return true;
+}
 
 bool parse(const mc_message& message, Request* out) {
   if (message.nbytes < sizeof out->head) return false;
@@ -64,8 +102,12 @@ bool parse(const mc_message& message, Request* out) {
   out->rows = reinterpret_cast<const mc_extent_row*>(at);
   out->sources = reinterpret_cast<const uint64_t*>(at + count * sizeof(mc_extent_row));
   out->macs = row_macs ? at + count * named : nullptr;
-  out->values = at + count * per_row;
-  out->values_nbytes = rest - count * per_row;
+  const uint64_t left = rest - count * per_row;
+  const uint64_t names_nbytes = out->head.names_nbytes;
+  if (left < names_nbytes || names_nbytes % sizeof(uint64_t) != 0) return false;
+  if (!parse_names(at + count * per_row, out)) return false;
+  out->values = at + count * per_row + names_nbytes;
+  out->values_nbytes = left - names_nbytes;
   out->pieces = reinterpret_cast<const mc_pull_piece*>(out->values);
   const bool pieces = (out->head.flags & MC_PULL_PIECES) != 0;
   out->piece_count = pieces ? out->values_nbytes / sizeof(mc_pull_piece) : 0;
@@ -160,10 +202,34 @@ struct mc_pulls {
     const uint32_t count = request.head.row_count;
     std::vector<int32_t> statuses(count, MC_OK);
     mc_segment_begin(segment, request.rows, count, latest_ms(), statuses.data());
+    name(now, request, statuses);
     pull(message.peer, request, now.number, &statuses);
     reply->assign(sizeof(uint32_t) + count, 0);
     for (uint32_t i = 0; i < count; i++) {
       (*reply)[sizeof(uint32_t) + i] = static_cast<uint8_t>(-statuses[i]);
+    }
+  }
+
+  // A name that is not the one the master signed, or for which there is no memory, is not kept:
+  // that object cannot be told to a master who has lost it, and nothing else.
+  void name(const Mount& now, const Request& request, const std::vector<int32_t>& statuses) {
+    if (request.key_ends == nullptr || !now.names) return;
+    try {
+      const uint64_t time_ms = latest_ms();
+      const mc_pull_names& names = request.names;
+      const NameHead head{1, static_cast<uint8_t>(names.flags & 1), names.tenant_nbytes,
+                          names.soft_pin_ms != 0 ? time_ms + names.soft_pin_ms : 0,
+                          names.ttl_ms != 0 ? time_ms + names.ttl_ms : 0, 0};
+      std::string common(reinterpret_cast<const char*>(&head), sizeof head);
+      common.append(reinterpret_cast<const char*>(request.tenant), names.tenant_nbytes);
+      uint8_t secret[16];
+      const uint64_t tenant_end = names.tenant_nbytes;
+      mc_digest(request.tenant, &tenant_end, 1, now.name_secret, secret);
+      std::vector<int32_t> outcome(statuses);
+      mc_segment_name(segment, request.rows, statuses.size(),
+                      reinterpret_cast<const uint8_t*>(common.data()), common.size(), request.keys,
+                      request.keys_nbytes, request.key_ends, secret, outcome.data());
+    } catch (const std::bad_alloc&) {
     }
   }
 
@@ -315,11 +381,16 @@ int32_t mc_pulls_open(mc_engine* engine, mc_segment* segment, uint64_t base, uin
 
 void mc_pulls_close(mc_pulls* pulls) { delete pulls; }
 
-void mc_pulls_mount(mc_pulls* pulls, uint64_t segment_id, const uint8_t* secret) {
+void mc_pulls_mount(mc_pulls* pulls, uint64_t segment_id, const uint8_t* secret,
+                    const uint8_t* name_secret) {
   const std::lock_guard guard(pulls->mutex);
   pulls->mount.segment_id = segment_id;
   std::memset(pulls->mount.secret, 0, sizeof pulls->mount.secret);
   if (secret != nullptr) std::memcpy(pulls->mount.secret, secret, sizeof pulls->mount.secret);
+  pulls->mount.names = name_secret != nullptr;
+  if (name_secret != nullptr) {
+    std::memcpy(pulls->mount.name_secret, name_secret, sizeof pulls->mount.name_secret);
+  }
   pulls->mount.number += 1;
 }
 

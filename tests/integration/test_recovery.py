@@ -1,0 +1,87 @@
+"""A master that lost its records, or the last of them, and nodes that still hold the objects."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemons import send, status, wait_until
+
+from mooncake_py import StoreClient
+from mooncake_py.config import split_address
+from mooncake_py.ops.cluster import Cluster, ClusterOptions
+
+COUNT = 600
+# Records stay in the master's memory much longer than a put takes: what is killed has none of them.
+LINGER = ("--set", "commit_linger_ms=20s")
+
+
+def value_of(key: str) -> bytes:
+    return (key.encode() * 700)[: 4_096 + len(key)]
+
+
+def kill_master(cluster: Cluster) -> int:
+    port = split_address(cluster.address)[1]
+    send(cluster.master, signal.SIGKILL)
+    wait_until(lambda: cluster.master.child.exit_code() is not None)
+    return port
+
+
+def forget(cluster: Cluster) -> None:
+    """Somebody deletes the database."""
+    found = list(Path(cluster.folder).glob("metadata*"))
+    assert found
+    for file in found:
+        file.unlink()
+
+
+def told(cluster: Cluster, count: int) -> None:
+    """Every node has told what it holds, and this master knows so many objects."""
+
+    def done() -> bool:
+        now = status(cluster)
+        alive = [each for each in now.segments if each.state == "alive"]
+        return now.objects == count and len(alive) == len(cluster.nodes)
+
+    wait_until(done)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    options = ClusterOptions(node_count=2, segment_bytes=32 << 20, master_arguments=LINGER)
+    with Cluster(options) as running:
+        yield running
+
+
+def test_f64_a_deleted_database_is_restored_from_the_nodes(cluster: Cluster) -> None:
+    keys = [f"page/{i}" for i in range(COUNT)]
+    kept, removed = keys[: COUNT // 2], keys[COUNT // 2 :]
+    with StoreClient(cluster.address) as client:
+        assert not any(client.put_batch(keys, [value_of(key) for key in keys]))
+        client.put("other", b"of no page")
+        assert not any(client.remove(removed))  # type: ignore[arg-type]
+    port = kill_master(cluster)
+    forget(cluster)
+    cluster.start_master(port)
+    told(cluster, len(kept) + 1)
+    with StoreClient(cluster.address) as client:
+        assert client.get_batch(kept) == [value_of(key) for key in kept]
+        assert client.exists(removed) == [False] * len(removed)
+        assert sorted(info.key for info in client.list("page/")) == sorted(kept)
+        assert client.remove(kept[0], force=True) is None
+        client.put(kept[0], b"anew")
+        assert client.get(kept[0]) == b"anew"
+
+
+def test_f11_killed_at_once_the_embedded_master_loses_nothing_acknowledged(
+    cluster: Cluster,
+) -> None:
+    keys = [f"page/{i}" for i in range(COUNT)]
+    with StoreClient(cluster.address) as client:
+        assert not any(client.put_batch(keys, [value_of(key) for key in keys]))
+        port = kill_master(cluster)  # none of these records was durable
+        cluster.start_master(port)
+        told(cluster, COUNT)
+        assert client.get_batch(keys) == [value_of(key) for key in keys]
