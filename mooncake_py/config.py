@@ -238,6 +238,11 @@ def refuse_unknown(
             )
 
 
+def upstream_variable(name: str, default: str = "") -> str:
+    """A variable of upstream's that the compatibility modules honour."""
+    return os.environ.get(name, default)
+
+
 def state_folder(environ: Mapping[str, str] | None = None) -> str:
     """Where this user's daemons keep what must outlive them."""
     environ = os.environ if environ is None else environ

@@ -80,8 +80,13 @@ class MetricsServer:
     """
 
     def __init__(
-        self, address: tuple[str, int], metrics: Metrics, healthy: Callable[[], bool]
+        self,
+        address: tuple[str, int],
+        metrics: Metrics,
+        healthy: Callable[[], bool],
+        pages: Mapping[str, Callable[[], str]] | None = None,
     ) -> None:
+        """pages: texts under further paths, made when somebody asks."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(metrics)
 
@@ -94,6 +99,8 @@ class MetricsServer:
                 elif self.path == "/health":
                     good = healthy()
                     self._answer(200 if good else 503, "text/plain", b"ok" if good else b"bad")
+                elif pages is not None and self.path in pages:
+                    self._answer(200, "text/plain", pages[self.path]().encode())
                 else:
                     self._answer(404, "text/plain", b"there are /metrics and /health")
 

@@ -12,58 +12,11 @@ is one object a target rank.
 
 from __future__ import annotations
 
-import ctypes
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mooncake_py.errors import UsageError
-
-Piece = tuple[int, int]  # address, bytes
-
-
-class Arenas:
-    """Memory of the pools, as byte views that pieces are slices of."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._views: list[memoryview] = []
-
-    def add(self, address: int, nbytes: int) -> memoryview | None:
-        """The range's view, or None when it is known already. The caller keeps the memory."""
-        if self.covers(address, nbytes):
-            return None
-        raw = (ctypes.c_char * nbytes).from_address(address)
-        view = memoryview(raw).cast("B")
-        at = bisect_right(self._starts, address)
-        self._starts.insert(at, address)
-        self._views.insert(at, view)
-        return view
-
-    def covers(self, address: int, nbytes: int) -> bool:
-        at = bisect_right(self._starts, address) - 1
-        return at >= 0 and address + nbytes <= self._starts[at] + len(self._views[at])
-
-    def slices(self, pieces: Sequence[Piece]) -> list[memoryview]:
-        """Raises UsageError for a piece that lies in no pool."""
-        if len(self._starts) == 1:
-            (start,), (view,) = self._starts, self._views
-            end = start + len(view)
-            out = [
-                view[address - start : address - start + nbytes]
-                for address, nbytes in pieces
-                if start <= address and address + nbytes <= end
-            ]
-            if len(out) == len(pieces):
-                return out
-        return [self._slice(address, nbytes) for address, nbytes in pieces]
-
-    def _slice(self, address: int, nbytes: int) -> memoryview:
-        at = bisect_right(self._starts, address) - 1
-        if at < 0 or address + nbytes > self._starts[at] + len(self._views[at]):
-            raise UsageError("a page lies outside of the registered pools", address=address)
-        offset = address - self._starts[at]
-        return self._views[at][offset : offset + nbytes]
+from mooncake_py.store.raw_memory import Piece, RawMemory
 
 
 def buffers_of(pool: Any) -> list[Piece]:
@@ -190,7 +143,7 @@ class HostPool:
             raise UsageError(f"{len(addresses)} pieces for {count} pages", pool=self.name)
         return list(zip(map(int, addresses), map(int, sizes), strict=True))
 
-    def values(self, arenas: Arenas, indices: Any, count: int) -> list[Any]:
+    def values(self, arenas: RawMemory, indices: Any, count: int) -> list[Any]:
         """One value an object: a view, or a list of views."""
         views = arenas.slices(self.pieces(indices, count))
         each = self.piece_count

@@ -34,7 +34,6 @@ from sglang.srt.mem_cache import hicache_storage as kinds
 from mooncake_py.clock import stopwatch_ns
 from mooncake_py.errors import UsageError
 from mooncake_py.hicache.host_pool import (
-    Arenas,
     HostPool,
     buffers_of,
     descriptor_of,
@@ -51,6 +50,7 @@ from mooncake_py.hicache.sglang_release import (
     stats_maker,
 )
 from mooncake_py.hicache.side_pools import PoolAsk, boundary, possible
+from mooncake_py.store.raw_memory import RawMemory
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class HiCacheBackend(kinds.HiCacheStorage):  # type: ignore[misc]  # SGLang has 
             logger.warning('without "interface_v1": 1 SGLang copies every page once more')
         self.registered_pools: dict[Any, Any] = {}
         self._pools: dict[str, _Pool] = {}
-        self._arenas = Arenas()
+        self._arenas = RawMemory()
         self._lock = threading.Lock()
         self._stats_kind = stats_maker() if self._deployment.with_stats else None
         self._reads: deque[tuple[int, float]] = deque(maxlen=STATS_KEPT)

@@ -138,12 +138,23 @@ class Master:
     def _numbers(self) -> dict[str, float]:
         return self._ruler.catalog_numbers() if self._ruler is not None else {}
 
+    def _segments(self) -> str:
+        """Ids of the mounted segments, one a line."""
+        mark = "largest_hole_bytes."
+        found = [name.removeprefix(mark) for name in self._numbers() if name.startswith(mark)]
+        return "".join(f"{each}\n" for each in sorted(found))
+
     def _open_metrics(self, stack: ExitStack) -> str:
         if self._setup.settings.metrics_listen == OFF:
             return OFF
         address = listen_address(self._setup.settings.metrics_listen, "--metrics")
         try:
-            server = MetricsServer((address.host, address.port), self._setup.metrics, self.healthy)
+            server = MetricsServer(
+                (address.host, address.port),
+                self._setup.metrics,
+                self.healthy,
+                {"/get_all_segments": self._segments},  # what launch scripts of upstream's poll
+            )
         except OSError as error:
             raise cannot_listen("--metrics", address, error) from None
         stack.callback(server.close)

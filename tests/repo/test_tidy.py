@@ -16,6 +16,7 @@ ALLOWED = (
     "native/test/*.cc", "native/test/*.h", "native/test/run.sh",
     "native/bench/*.cc", "native/README.md",
     "proto/*.proto", "proto/generate.py",
+    "compat/pyproject.toml", "compat/*.py",
     "deploy/*", "tests/*.py", "tests/repo/promises.toml", "benchmarks/*.py", "examples/*.py",
 )  # fmt: skip
 FILE_MAX_BYTES = 100_000

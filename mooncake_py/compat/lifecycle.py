@@ -1,0 +1,101 @@
+"""From upstream's `setup` arguments to a client, and a node when memory is to be offered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake_py.config import NodeSettings, size_bytes, upstream_variable
+from mooncake_py.errors import UsageError
+from mooncake_py.store.client import StoreClient
+from mooncake_py.store.node_process import Node
+
+log = logging.getLogger(__name__)
+
+MASTER_DEFAULT = "127.0.0.1:50051"
+SEGMENT_DEFAULT_BYTES = 16 << 20  # of the dictionary form
+SETUP_MS = 20_000
+SEGMENT_MIN_BYTES = 1 << 20
+
+# Both spellings that are in use -> the argument's name.
+_SYNONYMS = {
+    "master_server_address": "master_server_addr",
+    "device_name": "rdma_devices",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SetupOptions:
+    """What of upstream's arguments matters here. The metadata server, the staging buffer and the
+    devices are found out by us."""
+
+    local_hostname: str
+    global_segment_size: int
+    protocol: str
+    master_server_addr: str
+    tenant_id: str = "default"
+
+
+def options_of(config: Mapping[str, Any]) -> SetupOptions:
+    """The dictionary form: values are texts or numbers, unknown keys are ignored. Raises
+    UsageError for what cannot be read."""
+    given = {_SYNONYMS.get(key, key): value for key, value in config.items()}
+    if not given.get("local_hostname"):
+        raise UsageError("setup needs local_hostname")
+    size = given.get("global_segment_size", SEGMENT_DEFAULT_BYTES)
+    return SetupOptions(
+        local_hostname=str(given["local_hostname"]),
+        global_segment_size=size_bytes(size) if isinstance(size, str) else int(size),
+        protocol=str(given.get("protocol") or "tcp"),
+        master_server_addr=str(given.get("master_server_addr") or MASTER_DEFAULT),
+        tenant_id=str(given.get("tenant_id") or "default"),
+    )
+
+
+def transports_of(protocol: str) -> tuple[str, ...]:
+    """tcp alone when it is forced; else the best that both sides have."""
+    if upstream_variable("MC_FORCE_TCP") not in ("", "0"):
+        return ("tcp",)
+    return ("local", "shm", "tcp")
+
+
+def open_client(options: SetupOptions) -> tuple[StoreClient, Node | None]:
+    """Raises what StoreClient and Node raise, and UsageError for an address with a scheme."""
+    if "://" in options.master_server_addr:
+        raise UsageError(
+            "a master is named by host:port, of several with commas between",
+            got=options.master_server_addr,
+        )
+    client = StoreClient(
+        options.master_server_addr,
+        tenant=options.tenant_id,
+        transports=transports_of(options.protocol),
+        timeout_ms=SETUP_MS,
+    )
+    if options.global_segment_size <= 0:
+        return client, None
+    try:
+        return client, _node(options)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _node(options: SetupOptions) -> Node:
+    """This process offers memory itself, on the host that it was told."""
+    host = options.local_hostname.rsplit(":", 1)[0] if ":" in options.local_hostname else ""
+    host = host or options.local_hostname
+    node = Node(
+        NodeSettings(
+            master=options.master_server_addr,
+            listen=f"{host}:0",
+            segment_bytes=max(SEGMENT_MIN_BYTES, options.global_segment_size),
+            health_listen="off",
+            start_ms=SETUP_MS,
+            drain_ms=0,
+        )
+    )
+    node.start()
+    return node

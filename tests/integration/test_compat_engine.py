@@ -1,0 +1,184 @@
+"""Upstream's transfer engine class between two processes, one of which dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from daemons import wait_until
+
+from mooncake_py.compat.engine import TransferEngine
+
+PEER = """
+import sys
+import numpy as np
+from mooncake_py.compat.engine import TransferEngine
+engine = TransferEngine()
+assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+memory = np.arange(8 << 20, dtype=np.uint8)
+assert engine.register_memory(memory.ctypes.data, memory.nbytes) == 0
+print(engine.get_rpc_port(), memory.ctypes.data, flush=True)
+for line in sys.stdin:
+    start, count = map(int, line.split())
+    print(memory[start : start + count].tobytes().hex(), flush=True)
+"""
+SIZE = 8 << 20
+
+
+class Peer:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        port, address = self.process.stdout.readline().split()
+        self.session, self.address = f"127.0.0.1:{port}", int(address)
+
+    def look(self, start: int, count: int) -> bytes:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{start} {count}\n")
+        self.process.stdin.flush()
+        return bytes.fromhex(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    running = Peer()
+    yield running
+    running.kill()
+
+
+@pytest.fixture(params=["0", "1"], ids=["shm", "tcp"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TransferEngine:
+    monkeypatch.setenv("MC_FORCE_TCP", request.param)
+    made = TransferEngine()
+    assert made.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    return made
+
+
+def test_f50_a_returned_write_is_in_the_peers_memory(engine: TransferEngine, peer: Peer) -> None:
+    local = np.random.default_rng(1).integers(0, 256, 1 << 20).astype(np.uint8)
+    at = local.ctypes.data
+    assert engine.register_memory(at, local.nbytes) == 0
+    for length in (1, 4096, 300_000):
+        code = engine.transfer_sync_write(peer.session, at, peer.address + 77, length)
+        assert code == 0
+        assert peer.look(77, length) == local[:length].tobytes()
+    count = 128
+    sources = [at + i * 4096 for i in range(count)]
+    targets = [peer.address + i * 8192 for i in range(count)]
+    assert engine.batch_transfer_sync_write(peer.session, sources, targets, [4096] * count) == 0
+    assert peer.look(127 * 8192, 4096) == local[127 * 4096 : 128 * 4096].tobytes()
+    back = np.zeros(local.nbytes, np.uint8)
+    homes = [back.ctypes.data + i * 4096 for i in range(count)]
+    assert engine.batch_transfer_sync_read(peer.session, homes, targets, [4096] * count) == 0
+    assert (back[: count * 4096] == local[: count * 4096]).all()
+    assert engine.transfer_sync_read(peer.session, homes[0], peer.address, 10) == 0
+    assert engine.get_first_buffer_address(peer.session) == peer.address
+    assert engine.send_probe(peer.session) == 0
+
+
+def test_f50_an_asynchronous_batch_is_done_when_all_of_it_is(
+    engine: TransferEngine, peer: Peer
+) -> None:
+    """Upstream looks at the first task only and says done with most bytes missing."""
+    for _ in range(5):
+        target = np.zeros(SIZE, np.uint8)
+        count = 64
+        size = SIZE // count
+        number = engine.batch_transfer_async_read(
+            peer.session,
+            [target.ctypes.data + i * size for i in range(count)],
+            [peer.address + i * size for i in range(count)],
+            [size] * count,
+        )
+        assert 0 < number < 1 << 63
+        wait_until(lambda number=number: (code := engine.transfer_check_status(number)) != 0
+                   and _is_done(code))  # fmt: skip
+        expected = peer.look(SIZE - size, size)
+        assert target[SIZE - size :].tobytes() == expected
+        assert target[size // 2 : size // 2 + 64].tobytes() == peer.look(size // 2, 64)
+        assert engine.transfer_check_status(number) == -1  # it was told once
+
+
+def _is_done(code: int) -> bool:
+    assert code == 1
+    return True
+
+
+def test_f50_wrong_calls_have_their_codes(engine: TransferEngine, peer: Peer) -> None:
+    memory = np.zeros(4096, np.uint8)
+    at = memory.ctypes.data
+    assert TransferEngine().register_memory(at, 10) == -1
+    assert TransferEngine().transfer_sync_write(peer.session, at, peer.address, 1) == -1
+    assert engine.register_memory(at, 4096) == 0
+    assert engine.register_memory(at, 4096) == -7
+    assert engine.register_memory(at + 10, 10) == -7
+    assert engine.unregister_memory(at) == 0
+    assert engine.unregister_memory(at) == -3
+    assert engine.batch_register_memory([at, at + 2048], [2048, 2048]) == 0
+    assert engine.batch_unregister_memory([at, at + 2048]) == 0
+    assert engine.batch_register_memory([at], []) == -1
+    assert engine.batch_transfer_sync_write(peer.session, [], [], []) == 0
+    assert engine.batch_transfer_sync_write(peer.session, [at], [], []) == -1
+    assert engine.transfer_sync_write(peer.session, at, peer.address + SIZE - 1, 2) == -1
+    assert engine.transfer_sync_write(peer.session, at, 4096, 2) == -1
+    assert engine.batch_transfer_async_read(peer.session, [at], [4096], [10]) == 0
+    assert engine.transfer_check_status(12345) == -1
+    managed = engine.allocate_managed_buffer(100)
+    assert engine.write_bytes_to_buffer(managed, b"hello", 5) == 0
+    assert engine.read_bytes_from_buffer(managed, 5) == b"hello"
+    assert engine.free_managed_buffer(managed) == 0
+
+
+def test_f50_a_dead_peer_is_an_answer_within_seconds_and_a_new_one_is_found(
+    engine: TransferEngine,
+) -> None:
+    peer = Peer()
+    memory = np.zeros(4096, np.uint8)
+    at = memory.ctypes.data
+    assert engine.transfer_sync_write(peer.session, at, peer.address, 4096) == 0
+    peer.kill()
+    start = time.monotonic()
+    assert engine.transfer_sync_write(peer.session, at, peer.address, 4096) == -1
+    assert engine.batch_transfer_async_read(peer.session, [at], [peer.address], [10]) == 0
+    assert engine.send_probe(peer.session) == -1
+    assert time.monotonic() - start < 10
+    again = Peer()
+    assert engine.transfer_sync_write(again.session, at, again.address, 4096) == 0
+    again.kill()
+
+
+def test_a51_many_threads_write_to_many_peers_at_once(engine: TransferEngine, peer: Peer) -> None:
+    other = Peer()
+    failed: list[int] = []
+
+    def write(number: int) -> None:
+        local = np.full(64 << 10, number, np.uint8)
+        for turn in range(20):
+            there = other if turn % 2 else peer
+            code = engine.transfer_sync_write(
+                there.session, local.ctypes.data, there.address + number * (64 << 10), 64 << 10
+            )
+            if code:
+                failed.append(code)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    for there in (peer, other):
+        assert there.look(5 * (64 << 10), 100) == bytes([5]) * 100
+    other.kill()
