@@ -36,6 +36,7 @@ class Faults:
     def __init__(self, world: World) -> None:
         self.world = world
         self.excuses: list[Excuse] = []
+        self.supervised: set[str] = set()  # may end with exit code 1 now, and are started again
         self.doubts: list[tuple[int, int]] = []
         self.pauses: dict[str, list[tuple[int, int]]] = {}
         self.leader_kills: list[int] = []  # ns
@@ -68,11 +69,35 @@ class Faults:
             if name[0] == "n":
                 self._away(name, now, FOREVER, lost=True)
 
+        if self.world.database is not None and names[0][0] == "m":
+            self.doubts.append((now, now + step.for_ms * 1_000_000 + 2 * GRACE))  # last records
+
         def undo() -> None:
             for name in names:
                 self.world.start(name, lambda name=name: self._back(name, now))  # type: ignore[misc]
 
         return undo
+
+    def _wipe(self, step: Step, names: list[str]) -> Undo:
+        """The master's database is deleted. Until the nodes have told what they hold, nothing is
+        known; then everything is, and what was removed stays so."""
+        folder = self.world.database
+        assert folder is not None
+        if not self._is_up(names[0]):
+            return _nothing
+        now = time.monotonic_ns()
+        self.world.kill(names[0])
+        for file in folder.glob("master.db*"):
+            file.unlink()
+        nodes = self.world.names("n")
+        for node in nodes:
+            self._away(node, now, FOREVER)
+
+        def back() -> None:
+            for node in nodes:
+                self._ends(node, now, time.monotonic_ns(), may_be_lost=False)
+
+        return lambda: self.world.start(names[0], back)
 
     def _is_up(self, name: str) -> bool:
         return name[0] == "e" or name in self.world.ready_at
@@ -113,8 +138,8 @@ class Faults:
         elif name[0] == "n":
             self._ends(name, began, ended)
 
-    def _ends(self, node: str, began: int, ended: int) -> None:
-        lost = ended - began > DEAD
+    def _ends(self, node: str, began: int, ended: int, *, may_be_lost: bool = True) -> None:
+        lost = may_be_lost and ended - began > DEAD
         self.excuses = [
             Excuse(node, began, ended + GRACE, lost) if (e.node, e.began) == (node, began) else e
             for e in self.excuses
@@ -193,6 +218,7 @@ class Faults:
         """Until the file system says that it is full."""
         folder = self.world.database
         assert folder is not None
+        self.supervised.update(names)  # one that starts now says so and ends
         ballast = folder / "ballast"
         with ballast.open("wb", buffering=0) as file:
             for size in (1 << 16, 1 << 12, 1):
@@ -201,7 +227,11 @@ class Faults:
                         file.write(bytes(size))
                 except OSError:
                     continue
-        return lambda: ballast.unlink(missing_ok=True)
+
+        def undo() -> None:
+            ballast.unlink(missing_ok=True)
+
+        return undo
 
     def _flip(self, step: Step, names: list[str]) -> Undo:
         """A bit of an object's bytes in this node's memory."""

@@ -109,7 +109,9 @@ class Run:
 
     def _look_for_casualties(self) -> None:
         for name, words in self.world.casualties().items():
-            if not any(v.key == name for v in self._extra):
+            if name in self.faults.supervised and words.startswith("exit code 1:"):
+                self.world.start(name)
+            elif not any(v.key == name for v in self._extra):
                 self._complain("crash", name, words)
 
     def _complain(self, rule: str, key: str, text: str) -> None:

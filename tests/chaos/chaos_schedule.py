@@ -142,6 +142,11 @@ def _fill(chance: random.Random, shape: Shape) -> tuple[str, tuple[str, ...], in
     return "fill", ("m0",), chance.choice((1_000, 3_000)), 0
 
 
+def _wipe(chance: random.Random, shape: Shape) -> tuple[str, tuple[str, ...], int, int]:
+    """The master is killed and its database deleted."""
+    return "wipe", ("m0",), chance.choice((100, 1_000)), 0
+
+
 def _groups(shape: Shape) -> dict[str, Sequence[Maker]]:
     groups: dict[str, Sequence[Maker]] = {
         "nodes": (_kill_node, _kill_node, _stop_node, _stop_node, _flip),
@@ -151,7 +156,7 @@ def _groups(shape: Shape) -> dict[str, Sequence[Maker]]:
     if shape.etcd_count:
         groups["etcd"] = (_kill_etcd, _stop_etcd)
     else:
-        groups["masters"] = (_kill_master,)
+        groups["masters"] = (_kill_master, _kill_master, _wipe)
         groups["disk"] = (_fill,)
     if shape.network:
         groups["network"] = (_cut, _cut, _delay)
