@@ -109,14 +109,18 @@ def lose_segment(state: CatalogState, work: Work, segment: Segment, now_ms: int)
     state.counters["segments_lost"] += 1
 
 
-def judge(state: CatalogState, work: Work, now_ms: int) -> None:
-    """Silence makes suspects, long silence ends."""
+def judge(state: CatalogState, work: Work, now_ms: int, bury: bool = True) -> None:
+    """Silence makes suspects, long silence ends, if `bury`."""
     suspects, dead = state.members.silent(now_ms)
     for segment in suspects:
         state.members.set_state(segment, SUSPECT)
         state.counters["suspects"] += 1
     for segment in dead:
-        lose_segment(state, work, segment, now_ms)
+        if bury:
+            lose_segment(state, work, segment, now_ms)
+        else:
+            segment.seen_ms = now_ms - state.settings.suspect_ms
+            state.members.set_state(segment, SUSPECT)
 
 
 def reclaim(state: CatalogState, work: Work, now_ms: int) -> None:

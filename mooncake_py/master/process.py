@@ -69,7 +69,11 @@ class Master:
         setup = self._setup
         settings = setup.settings
         shared = settings.metadata.startswith(SHARED)
-        if not shared:
+        if shared:
+            from mooncake_py.master.standby import wait_for_store  # noqa: PLC0415  (see _contend)
+
+            wait_for_store(setup)
+        else:
             self._reign(stack)
         door = GrpcDoor(
             str(setup.listen),

@@ -111,8 +111,10 @@ class Service:
             return self._refused(method, InternalError(evidence))
 
     def tick(self, now_ms: int, evict_max: int | None = None) -> list[bytes]:
-        """Let time pass in the catalog; its records."""
-        command = c.Tick() if evict_max is None else c.Tick(evict_max)
+        """Let time pass in the catalog; its records. evict_max 0: what a master does that can
+        record nothing. It buries nobody either: nodes that it answers NotLeader look for another
+        master, and may be stuck with one that is silent."""
+        command = c.Tick() if evict_max is None else c.Tick(evict_max, bury=evict_max > 0)
         applied = self._catalog.apply(command, now_ms)
         self.behind = isinstance(applied.reply, c.Done) and applied.reply.more
         self._keep(applied.effects)

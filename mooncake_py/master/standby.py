@@ -34,7 +34,6 @@ from mooncake_py.master.etcd_store import (
     Entry,
     EtcdLog,
     EtcdStore,
-    Identity,
     entry_of,
 )
 from mooncake_py.master.inbox import Call
@@ -202,6 +201,35 @@ class Probe:
                 return
 
 
+def open_store(setup: Setup) -> EtcdStore:
+    settings = setup.settings
+    return EtcdStore(settings.metadata, lease_ms=settings.leader_lease_ms, clock=setup.clock)
+
+
+def wait_for_store(setup: Setup) -> None:
+    """Until etcd answers: after a power failure masters and etcd start together. Before a port is
+    taken, so that who looks for a leader is not kept waiting by one that cannot know it.
+
+    Raises MasterUnavailable after `start_ms`."""
+    deadline = Deadline(setup.settings.start_ms, setup.clock)
+    waited = False
+    store = open_store(setup)
+    try:
+        while True:
+            try:
+                store.log.identity()
+                return
+            except MasterUnavailable as error:
+                if deadline.passed():
+                    raise
+                if not waited:
+                    log.warning("waiting for the metadata store: %s", error)
+                waited = True
+            threading.Event().wait(RETRY_MS / 1000)
+    finally:
+        store.close()
+
+
 class Contender:
     """What calls of such a process are handed to. `start` begins; `close` stops and resigns."""
 
@@ -216,10 +244,10 @@ class Contender:
         self._say = say
         self._address = setup.reached_by(host, port)
         settings = setup.settings
-        self._store = self._open_store()
+        self._store = open_store(setup)
         self.metadata = self._store.describe()
         try:
-            self._identity = self._ask_identity()
+            self._identity = self._store.log.identity()
         except MooncakeError:
             self._store.close()
             raise
@@ -232,27 +260,6 @@ class Contender:
         self._in_touch = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mooncake-contender", daemon=True)
-
-    def _ask_identity(self) -> Identity:
-        """After a power failure masters and etcd start together, so it may take a while."""
-        deadline = Deadline(self._setup.settings.start_ms, self._setup.clock)
-        waited = False
-        while True:
-            try:
-                return self._store.log.identity()
-            except MasterUnavailable as error:
-                if deadline.passed():
-                    raise
-                if not waited:
-                    log.warning("waiting for the metadata store: %s", error)
-                waited = True
-            threading.Event().wait(RETRY_MS / 1000)
-
-    def _open_store(self) -> EtcdStore:
-        settings = self._setup.settings
-        return EtcdStore(
-            settings.metadata, lease_ms=settings.leader_lease_ms, clock=self._setup.clock
-        )
 
     def start(self) -> None:
         self._thread.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "integration")]
 
 from chaos_faults import flip_byte  # noqa: E402 - its folder has just been added
 from chaos_puppet import Puppet  # noqa: E402
-from chaos_schedule import Shape  # noqa: E402
+from chaos_schedule import STANDBY, Shape  # noqa: E402
 from chaos_world import DEAD_MS, LEASE_MS, SUSPECT_MS, World  # noqa: E402
 
 from mooncake_py.errors import MooncakeError  # noqa: E402
@@ -219,6 +220,38 @@ def starts_without_etcd_and_leader(scene: Scene) -> None:
     say(f"all ready {took_ms} ms after etcd was started")
 
 
+def outage_while_a_standby_is_frozen(scene: Scene) -> None:
+    """Nodes that look for a leader elsewhere are kept waiting there, longer than what makes them
+    dead. They are not, and reads go on."""
+    world = scene.world
+    client = scene.puppet("p0")
+    for number in range(10):
+        assert client.ask("put", f"k{number}", "v", ["n0"] if number % 2 else ["n1"]) == "ok"
+    standby = world.resolve(STANDBY)
+    assert standby is not None
+    world.signal(standby, signal.SIGSTOP)
+    world.kill("e0")
+    since, reads, failed = time.monotonic(), 0, []
+
+    def over() -> bool:
+        nonlocal reads
+        outcome = client.ask("get", f"k{reads % 10}")
+        reads += 1
+        if outcome != "v":
+            failed.append(outcome)
+        return time.monotonic() - since > 2 * DEAD_MS / 1000
+
+    scene.until(over, "the outage", 3 * DEAD_MS)
+    assert "ObjectNotFound" not in failed
+    world.start("e0")
+    took_ms = scene.until(lambda: client.ask("put", f"after{reads}", "v") == "ok", "a write")
+    world.signal(standby, signal.SIGCONT)
+    assert [client.ask("get", f"k{number}") for number in range(10)] == ["v"] * 10
+    assert took_ms < 5_000
+    say(f"{reads} reads, {len(failed)} failed: {failed[:3]}; first write after {took_ms} ms")
+    assert len(failed) <= reads // 50
+
+
 def clocks_that_are_wrong(scene: Scene) -> None:
     """A day ahead or behind, set while running or from the start: nothing depends on it."""
     world = scene.world
@@ -310,6 +343,7 @@ SCENARIOS: dict[str, tuple[Callable[[Scene], None], Shape]] = {
         (starts_without_etcd_and_leader, PLAIN),
         (machine_clocks_that_differ, PLAIN),
         (damaged_byte, PLAIN),
+        (outage_while_a_standby_is_frozen, PLAIN),
         (
             clocks_that_are_wrong,
             Shape("clocks", 1, node_count=2, client_count=0, network=True, clocks=True),

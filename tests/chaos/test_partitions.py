@@ -52,6 +52,12 @@ def test_a28_masters_and_nodes_that_start_before_etcd_wait_for_it(tmp_path: Path
     play("starts_without_etcd_and_leader", tmp_path)
 
 
+def test_f62_a20_nobody_is_forgotten_in_an_outage_of_etcd_with_a_frozen_standby(
+    tmp_path: Path,
+) -> None:
+    play("outage_while_a_standby_is_frozen", tmp_path)
+
+
 def test_f43_a_damaged_byte_is_never_handed_out(tmp_path: Path) -> None:
     play("damaged_byte", tmp_path)
 

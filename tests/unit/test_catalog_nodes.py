@@ -6,7 +6,7 @@ import pytest
 from catalog_model import Driver, check_invariants
 
 from mooncake_py.errors import ObjectNotFound, UsageError
-from mooncake_py.master.commands import Heartbeat, Mount, Mounted, Refused, Report, Unmount
+from mooncake_py.master.commands import Heartbeat, Mount, Mounted, Refused, Report, Tick, Unmount
 from mooncake_py.master.settings import CatalogSettings
 
 KIB = 1024
@@ -101,6 +101,20 @@ def test_a26_nodes_have_time_to_find_a_new_master(driver: Driver) -> None:
     for _ in range(3):
         driver.pass_time(S.tick_ms, alive=False)
     assert driver.exists([b"k"]) == [0]
+
+
+def test_a20_a_master_that_can_record_nothing_declares_nobody_dead(driver: Driver) -> None:
+    """It answers heartbeats with NotLeader, so nodes spend their time elsewhere."""
+    driver.put([b"k"])
+    a = driver.a  # type: ignore[attr-defined]
+    for _ in range(3 * S.dead_ms // S.tick_ms):
+        driver.now_ms += S.tick_ms
+        assert driver.apply(Tick(0, bury=False)).records == []
+    assert state_of(driver, a) == "suspect"
+    driver.apply(Tick())
+    driver.beat(("a", 1, a))
+    assert driver.exists([b"k"]) == [1]
+    check_invariants(driver.catalog)
 
 
 def test_a_master_knows_whether_nodes_report_to_it(driver: Driver) -> None:
