@@ -14,6 +14,8 @@ Rules, each with the name under which a violation is reported.
     ghost     a key is said to exist which can hold no value any more
     lost      a key is a miss, or could be put again, though an acknowledged value was there that
               nobody may have removed, and its nodes give no excuse
+    phantom   a put is told that the key holds an object, or that somebody is storing one, though
+              nobody can have
     late      a call took longer than its deadline and the slack
 
 A value is *superseded* by every acknowledged write that began after the value was in place. It is
@@ -163,6 +165,8 @@ class _Register:
                 yield from self._judge_read(o)
             elif o.kind == "exists" and o.outcome == "ok":
                 yield from self._judge_presence(o)
+            elif o.kind == "put" and o.note.startswith("ObjectExists"):
+                yield from self._judge_refusal(o)
             elif o.outcome == "miss" or (o.kind == "put" and o.outcome == "ok"):
                 yield from self._judge_absence(o)
 
@@ -228,6 +232,17 @@ class _Register:
                 text = f"value {value:x} ({put.replicas} replicas, on {where}) is {how} after "
                 yield self._violation("lost", seen, f"{text}{age_ms} ms")
                 return
+
+    def _judge_refusal(self, put: Operation) -> Iterator[Violation]:
+        """Since the last removal that was acknowledged, or ever, somebody else has written."""
+        removals = [
+            o.began for o in self._writes
+            if o.kind == "remove" and o.outcome == "ok" and o.end < put.began
+        ]  # fmt: skip
+        since = max(removals, default=0)
+        others = (o for o in self._writes if o.value and since < o.end and o.began < put.end)
+        if not any(others):
+            yield self._violation("phantom", put, f"value {put.value:x}: {put.note}")
 
     def _in_doubt(self, seen: Operation) -> bool:
         return any(start <= seen.end and seen.began <= end for start, end in self._doubts)

@@ -113,6 +113,14 @@ def test_what_may_have_been_removed_may_be_gone() -> None:
     assert rules(op("remove", 0, 0.5), put(1, 1, 2), get(0, 3, 4)) == ["lost"], "removed before"
 
 
+def test_a_put_is_only_refused_for_what_somebody_wrote() -> None:
+    refused = put(2, 5, 6, "refused", note="ObjectExists: another writer is storing one")
+    assert rules(refused) == ["phantom"]
+    assert rules(put(1, 0, None, "unknown"), refused) == []
+    assert rules(put(1, 0, 1), op("remove", 2, 3), refused) == ["phantom"]
+    assert rules(put(1, 0, 1), op("remove", 2, 3), put(3, 4, 5.5), refused) == []
+
+
 @pytest.mark.parametrize(
     ("excuse", "verdict"),
     [
