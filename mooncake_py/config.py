@@ -92,6 +92,7 @@ class NodeSettings:
     advertise: str = ""  # host that others reach this one by; "": the listening one
     name: str = ""  # unique in the cluster; "": host name and port
     segment_bytes: int = 1 << 30  # memory offered; taken and touched at start
+    segment_file: str = ""  # in which it outlives the node (tmpfs or disk); "": anonymous memory
     transports: str = "local,shm,tcp"  # that peers may use, comma-separated
     health_listen: str = "auto"  # of the health service; auto: any port of the same host; off: none
     domain: str = ""  # label of what fails together, such as a rack; replicas go to distinct ones

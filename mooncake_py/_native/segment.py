@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from mmap import mmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,14 @@ class SegmentStats(NamedTuple):
     held_count: int
     journal_nbytes: int
     journal_failures: int
+
+
+class Adopted(NamedTuple):
+    """What became of the extents of a former life."""
+
+    kept: int = 0
+    torn: int = 0  # begun and not sealed, unsealed, or overwritten
+    damaged: int = 0  # sealed, and the bytes do not fit
 
 
 class NamedExtents(NamedTuple):
@@ -190,20 +199,13 @@ class OwnedSegment:
         missing: np.ndarray = replicas[absent != 0]
         return missing
 
-    def adopt(self, rows: np.ndarray, names: bytes, ends: np.ndarray, statuses: np.ndarray) -> None:
-        """Take over what a former owner of this memory sealed, after checking header, checksum
-        and overlap. Row i's name ends at `ends[i]` (u64) of `names`. Several threads may adopt."""
-        if len(ends) != len(rows):
-            raise UsageError("one end a row", rows=len(rows), ends=len(ends))
-        lib.mc_segment_adopt(
-            self._live(),
-            _rows(rows),
-            len(rows),
-            ffi.from_buffer("uint8_t[]", names),
-            len(names),
-            ffi.from_buffer("uint64_t[]", ends),
-            _i32(statuses, rows),
-        )
+    def adopt(self, journal: bytes | mmap) -> Adopted:
+        """Take over what a former owner of this memory left (native/abi/segment.h). Before anything
+        else happens to the segment."""
+        data = ffi.from_buffer("uint8_t[]", journal)
+        out = ffi.new("mc_adopted *")
+        lib.mc_segment_adopt(self._live(), data, len(data), out)
+        return Adopted(out.count, out.torn, out.damaged)
 
     def journal(self, fd: int) -> None:
         """Keep the journal in this file from now on (native/abi/segment.h), beginning with what is

@@ -65,6 +65,7 @@ from mooncake_py.master.membership import GONE, Segment
 from mooncake_py.master.replay import RestoreReport
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.shadow import Shadow
+from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.work import Work
 from mooncake_py.model import EXTENT_ALIGN_BYTES
@@ -208,6 +209,10 @@ class Catalog:
     def has_followers(self) -> bool:
         """Do nodes report here, at least half of those that are known?"""
         return self.state.members.reports()
+
+    def slices(self, now_ms: int) -> Slices:
+        """Begin a snapshot that is made in steps; one at a time."""
+        return Slices(self.state, now_ms)
 
     def snapshot(self, now_ms: int = 0) -> bytes:
         """The whole state (without leases) in the shortest form that `restore` reads."""

@@ -77,7 +77,9 @@ def cut_records(records: Sequence[bytes], nonce: int, nbytes: int = CHUNK_BYTES)
     return values
 
 
-def cut_snapshot(snapshot: bytes, nonce: int, nbytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+def cut_snapshot(
+    snapshot: bytes | bytearray, nonce: int, nbytes: int = CHUNK_BYTES
+) -> Iterator[bytes]:
     """Values of the chunks of a snapshot, chunk 0 first."""
     count = max(1, -(-len(snapshot) // nbytes))
     for index in range(count):
@@ -85,11 +87,11 @@ def cut_snapshot(snapshot: bytes, nonce: int, nbytes: int = CHUNK_BYTES) -> Iter
         yield _value((nonce, index, count, 0, 0, _NONE), piece, deflate=True)
 
 
-def snapshot_chunk_count(snapshot: bytes, nbytes: int = CHUNK_BYTES) -> int:
+def snapshot_chunk_count(snapshot: bytes | bytearray, nbytes: int = CHUNK_BYTES) -> int:
     return max(1, -(-len(snapshot) // nbytes))
 
 
-def _value(fields: tuple[int, ...], piece: bytes, *, deflate: bool) -> bytes:
+def _value(fields: tuple[int, ...], piece: bytes | bytearray, *, deflate: bool) -> bytes:
     body = _FIELDS.pack(*fields, int(deflate)) + (zlib.compress(piece, 1) if deflate else piece)
     return _MAGIC + _CRC.pack(zlib.crc32(body)) + body
 

@@ -199,7 +199,7 @@ class MasterClient(MasterLink):
         request = answers.list_request(tenant, prefix, after, limit)
         return answers.listing(self._call(lane.LIST, request, Deadline(timeout_ms, self._clock)))
 
-    def report(
+    def report(  # noqa: PLR0913  (columns of one table)
         self,
         tenant: str,
         keys: Sequence[bytes],
@@ -207,6 +207,7 @@ class MasterClient(MasterLink):
         segment_ids: Sequence[int],
         codes: Sequence[int],
         *,
+        incarnations: Sequence[int] = (),
         timeout_ms: int,
     ) -> None:
         """Placements that could not be read, each with the error's code."""
@@ -214,7 +215,7 @@ class MasterClient(MasterLink):
         for start, stop in self._parts(keys, deadline):
             part = c.Report(
                 tenant, keys[start:stop], generations[start:stop], segment_ids[start:stop],
-                codes[start:stop],
+                codes[start:stop], incarnations[start:stop],
             )  # fmt: skip
             self._call(lane.REPORT, answers.report_request(part), deadline)
 

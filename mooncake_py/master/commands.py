@@ -104,6 +104,7 @@ class Report:
     generations: Sequence[int]
     segment_ids: Sequence[int]
     codes: Sequence[int]
+    incarnations: Sequence[int] = ()  # of the nodes that were asked, as far as they are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +219,12 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class Unmount:
+    """`returns`: the memory outlives the process, and another one will come with it."""
+
     node: str
     incarnation: int
     segment_id: int
+    returns: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class EmbeddedStore:
         self._sequence += len(rows)
         return self._sequence
 
-    def write_snapshot(self, snapshot: bytes, sequence: int) -> None:
+    def write_snapshot(self, snapshot: bytes | bytearray, sequence: int) -> None:
         with self._transaction() as db:
             row = (sequence, snapshot, zlib.crc32(snapshot))
             db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", row)

@@ -276,7 +276,7 @@ class EtcdStore:
             self._sequence += len(rest)
             return self._sequence
 
-    def write_snapshot(self, snapshot: bytes, sequence: int) -> None:
+    def write_snapshot(self, snapshot: bytes | bytearray, sequence: int) -> None:
         """See `MetadataStore.write_snapshot`. In the background: it is there before `close`
         returns; one that cannot be written is logged, and while one is being written another is
         left out, since the records say it all."""
@@ -295,13 +295,13 @@ class EtcdStore:
         )
         self._snapshotter.start()
 
-    def _try_snapshot(self, session: Session, snapshot: bytes, sequence: int) -> None:
+    def _try_snapshot(self, session: Session, snapshot: bytes | bytearray, sequence: int) -> None:
         try:
             self._write_snapshot(session, snapshot, sequence)
         except MooncakeError as error:
             log.warning("no snapshot of %d bytes was written: %s", len(snapshot), error)
 
-    def _write_snapshot(self, session: Session, snapshot: bytes, sequence: int) -> None:
+    def _write_snapshot(self, session: Session, snapshot: bytes | bytearray, sequence: int) -> None:
         nonce = secrets.randbits(64)
         values = chunks.cut_snapshot(snapshot, nonce)
         first = next(values)

@@ -8,6 +8,7 @@ A segment is *readable* when Locate may name it, *placeable* when new extents ma
 | draining | yes | no | the node says so in its heartbeats, or an operator asked for it |
 | returning | yes | no | mounted and told (recovery.py) -> alive; half `dead_ms` -> suspect |
 | suspect | no | no | heartbeat -> alive; silence of `dead_ms` -> gone |
+| away | no | no | its memory outlives it, long silent: mount -> alive; `away_ms` -> gone |
 | gone | no | no | its objects are forgotten in small steps, then the entry |
 
 A node comes back under its name with a new incarnation when it was restarted: its former segments
@@ -34,6 +35,7 @@ ALIVE = "alive"
 DRAINING = "draining"
 RETURNING = "returning"
 SUSPECT = "suspect"
+AWAY = "away"
 GONE = "gone"
 
 _READABLE = (ALIVE, DRAINING, RETURNING)
@@ -162,6 +164,7 @@ class Membership:
             silent_ms = now_ms - other.seen_ms
             if (
                 other.incarnation != mount.incarnation
+                and not (mount.warm and other.segment_id == mount.segment_id)
                 and other.address != mount.address
                 and other.readable
                 and silent_ms < self._settings.suspect_ms
@@ -238,7 +241,12 @@ class Membership:
             silent_ms = now_ms - segment.seen_ms
             if segment.state == GONE:
                 continue
-            if silent_ms >= self._settings.dead_ms:
+            if segment.state == AWAY or (segment.keeps and silent_ms >= self._settings.dead_ms):
+                if silent_ms >= self._settings.dead_ms + self._settings.away_ms:
+                    dead.append(segment)
+                else:
+                    self.set_state(segment, AWAY)
+            elif silent_ms >= self._settings.dead_ms:
                 dead.append(segment)
             elif silent_ms >= self._patience_ms(segment) and segment.state != SUSPECT:
                 suspects.append(segment)

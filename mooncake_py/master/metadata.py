@@ -64,7 +64,7 @@ class MetadataStore(Protocol):
     def append(self, records: Sequence[bytes]) -> int:
         """Make records durable, together. Returns the sequence number of the last one."""
 
-    def write_snapshot(self, snapshot: bytes, sequence: int) -> None:
+    def write_snapshot(self, snapshot: bytes | bytearray, sequence: int) -> None:
         """Replace what came before by a snapshot that contains all records up to `sequence`, which
         is one that `append` or `load` gave."""
 

@@ -11,6 +11,7 @@ from mooncake_py.master.drains import judge_drain
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import (
     ALIVE,
+    AWAY,
     DRAINING,
     GONE,
     RETURNING,
@@ -69,8 +70,7 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     state.counters["mounts"] += 1
     mounted = Mounted(segment.segment_id)
     if command.recovers and not (segment.recorded and segment.compared):
-        first = state.unrecorded.first_generation
-        mounted = Mounted(segment.segment_id, True, expected, first)
+        mounted = Mounted(segment.segment_id, True, expected, state.next_generation)
     return work.done(mounted, now_ms)
 
 
@@ -93,7 +93,9 @@ def heartbeat(state: CatalogState, command: Heartbeat, now_ms: int) -> Applied:
 def unmount(state: CatalogState, command: Unmount, now_ms: int) -> Applied:
     work = Work()
     segment = state.members.known(command.node, command.incarnation, command.segment_id)
-    if segment is not None:
+    if segment is not None and command.returns and segment.keeps:
+        state.members.set_state(segment, AWAY)
+    elif segment is not None:
         lose_segment(state, work, segment, now_ms)
     return work.done(Done(), now_ms)
 

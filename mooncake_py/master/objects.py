@@ -155,7 +155,9 @@ class ObjectTable:
         self.name_copy(slot, place, generation)
 
     def name_copy(self, slot: int, place: int, generation: int) -> None:
-        """This replica has a generation of its own."""
+        """This replica has a generation of its own, unless it is the object's."""
+        if generation == self.generation[slot]:
+            return
         self.copied[place] = generation
         self.flags[slot] |= COPIED
 

@@ -36,14 +36,16 @@ from mooncake_py.clock import Clock
 from mooncake_py.errors import Backpressure, MooncakeError
 from mooncake_py.master.inbox import DOORS, Call, Inbox, Limits
 from mooncake_py.master.service import Answer, Service
+from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.unsealer import Both, Unsealer
-from mooncake_py.master.writer import Writer
+from mooncake_py.master.writer import Base, Writer
 from mooncake_py.metrics import Metrics
 from mooncake_py.wire.lane import HEARTBEAT, METHODS, PUT_END, Method
 
 log = logging.getLogger(__name__)
 
 LANE_BURST = 64  # messages taken from the lane between two served calls
+SLICE_MS = 5  # between two steps of a snapshot, which take about one
 BEHIND_MS = 10  # from a tick that left work to the next one; calls are served in between
 DEFECT_PAUSE_MS = 1_000  # until the next tick after one that failed
 APPEND_BYTES = 256  # what a store keeps beside the records of one append, at most
@@ -109,6 +111,9 @@ class Owner:
         self._round_ms = clock.now_ms()
         self._next_tick_ms = self._round_ms
         self._record_nbytes = 0
+        self._slices: Slices | None = None
+        self._base = Base()
+        self._next_slice_ms = 0
         self._thread = threading.Thread(target=self._run, name="mooncake-owner", daemon=True)
 
     def count(self, metrics: Metrics) -> None:
@@ -180,6 +185,8 @@ class Owner:
         if call is not None:
             self._serve(call)
         self._tick_if_due()
+        if self._slices is not None:
+            self._slice(self._slices)
 
     def _wait(self) -> Call | None:
         """Sleep until a call comes or a tick is due. `asleep` is set before the inbox is looked
@@ -188,7 +195,8 @@ class Owner:
         call = None
         if self._inbox.empty() and not self._stopping:
             left_ms = self._next_tick_ms - self._clock.now_ms()
-            call = self._source.receive(max(1, min(left_ms, self._limits.tick_ms)))
+            longest_ms = SLICE_MS if self._slices is not None else self._limits.tick_ms
+            call = self._source.receive(max(1, min(left_ms, longest_ms)))
         self._asleep = False
         return call
 
@@ -244,10 +252,21 @@ class Owner:
     def _record(self, records: Sequence[bytes], replies: list[tuple[Call, bytes]]) -> None:
         self._writer.commit(records, replies)
         self._record_nbytes += APPEND_BYTES + sum(map(len, records))
-        if self._record_nbytes >= self._limits.snapshot_record_bytes:
-            self._writer.snapshot(self._service.snapshot(self._clock.now_ms()))
-            self._snapshots.value += 1
+        if self._record_nbytes >= self._limits.snapshot_record_bytes and self._slices is None:
+            self._slices = self._service.slices(self._clock.now_ms())
+            self._base = self._writer.begin_snapshot()
             self._record_nbytes = 0
+
+    def _slice(self, slices: Slices) -> None:
+        """A step of the snapshot in the making, now and then."""
+        now_ms = self._clock.now_ms()
+        if now_ms < self._next_slice_ms:
+            return
+        self._next_slice_ms = now_ms + SLICE_MS
+        if not slices.step():
+            self._writer.snapshot(slices.packed, self._base)
+            self._snapshots.value += 1
+            self._slices = None
 
     def _tick_if_due(self) -> None:
         now_ms = self._clock.now_ms()

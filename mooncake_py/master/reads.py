@@ -92,7 +92,7 @@ def _readable(state: CatalogState, tenant: Tenant, now_ms: int) -> Callable[[byt
             return False
         if table.flags[slot] & TTL and table.ttls[slot] <= now_ms:
             return False
-        return state.readable(slot, now_ms)
+        return bool(state.readable_places(slot, now_ms))
 
     return readable
 
@@ -232,12 +232,17 @@ def _next_keys(tenant: Tenant, command: List, count: int, now_ms: int) -> list[b
 def report(state: CatalogState, command: Report, now_ms: int) -> Applied:
     keys = command.keys
     columns = (command.generations, command.segment_ids, command.codes)
-    if len(keys) > BATCH_MAX_KEYS or any(len(column) != len(keys) for column in columns):
+    ragged = len(command.incarnations) not in (0, len(keys))
+    if len(keys) > BATCH_MAX_KEYS or any(len(column) != len(keys) for column in columns) or ragged:
         return Applied(Refused(UsageError.code, "too many keys, or columns differ in length"))
     work = Work()
     tenant = state.tenants.find(command.tenant)
-    for key, generation, segment_id, code in zip(keys, *columns, strict=True):
+    incarnations = command.incarnations or [0] * len(keys)
+    rows = zip(keys, *columns, incarnations, strict=True)
+    for key, generation, segment_id, code, incarnation in rows:
         segment = state.members.by_id.get(segment_id)
+        if segment is not None and incarnation not in (0, segment.incarnation):
+            continue  # another process has this memory now
         slot = tenant.complete.get(key) if tenant is not None else None
         if segment is None or slot is None or not _is_of(state, slot, segment.index, generation):
             continue

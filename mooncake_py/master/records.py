@@ -425,6 +425,11 @@ _READERS: dict[int, Callable[[memoryview], Record]] = {
 }
 
 
+def length_of(data: bytes) -> bytes:
+    """What stands in front of an encoded record in a snapshot."""
+    return _LENGTH.pack(len(data))
+
+
 def pack(records: Iterable[bytes]) -> bytes:
     """A snapshot of encoded records."""
     return b"".join(piece for data in records for piece in (_LENGTH.pack(len(data)), data))

@@ -13,6 +13,7 @@ Each extent that is told is judged alone; nothing depends on another one's fate:
 |---|---|
 | this very replica | it stays |
 | the object, complete, without this replica; unrecorded | one more replica |
+| its grant running, of this master | it stays: its writer will say |
 | its grant running, of a former master | committed: the put may have been acknowledged |
 | no record of its generation, and the key is free or older | adopted |
 | a younger object of the key, a grave, or its TTL is over | unsealed |
@@ -39,7 +40,7 @@ from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.tenant import Grant, Tenant
 from mooncake_py.master.work import Work
-from mooncake_py.model import EXTENT_ROW, REPLICA_ROW, RESERVED_ROW
+from mooncake_py.model import EXTENT_ROW, REPLICA_ROW, RESERVED_ROW, reserved_key
 
 _GENERATION_BITS = 40  # of a generation count puts within a term, the rest is the term
 _SEGMENT_BITS = 16  # likewise of a segment id; more mounts than that go on in the next term's
@@ -261,8 +262,8 @@ class _Page:
         ended = []
         for at, name in enumerate(command.names):
             _, _, offset, length, own, _, _, group = EXTENT_ROW.unpack_from(rows, at * size)
-            if own >= self.state.unrecorded.first_generation:
-                continue  # granted by this master
+            if own >= self.state.next_generation:
+                continue
             units = extent_units(length)
             start = offset // UNIT_BYTES
             free_only = group == RESERVED_ROW
@@ -285,9 +286,11 @@ class _Page:
             slot = tenant.complete.get(name.key)
             if slot is not None and state.table.generation[slot] == found.generation:
                 return self._is_replica(slot, found) or self._add_replica(slot, found)
-            grant = tenant.writing.get(name.key)
+            grant = tenant.writing.get(name.key) or tenant.writing.get(reserved_key(found.own))
             if grant is not None and grant[0].first + grant[1] == found.generation:
                 return self._settle(grant, found)
+        if found.own in state.tasks.running:
+            return True
         return self._owed(found) and self._adopt(found)
 
     def _owed(self, found: _Found) -> bool:
@@ -317,8 +320,8 @@ class _Page:
         """The put may have been acknowledged: it counts (unless its record came first). Its
         replicas elsewhere are believed in until their nodes tell."""
         state, (put, index) = self.state, grant
-        if state.unrecorded.durable_puts:
-            return True
+        if state.unrecorded.durable_puts or put.first >= state.unrecorded.first_generation:
+            return True  # its writer will say
         place = self.segment.index << PLACE_BITS | found.start
         if place not in put.places[index] or put.lengths[index] != found.length:
             return False

@@ -26,6 +26,7 @@ from mooncake_py.errors import InternalError, MooncakeError, VersionMismatch, er
 from mooncake_py.master import commands as c
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.membership import ALIVE, DRAINING
+from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.unsealer import Order
 from mooncake_py.model import PROTOCOL_MAJOR, PROTOCOL_MINOR, RELEASE
 from mooncake_py.wire import convert, lane
@@ -120,8 +121,9 @@ class Service:
         self._keep(applied.effects)
         return applied.records
 
-    def snapshot(self, now_ms: int) -> bytes:
-        return self._catalog.snapshot(now_ms)
+    def slices(self, now_ms: int) -> Slices:
+        """Begin a snapshot."""
+        return self._catalog.slices(now_ms)
 
     def refuse(self, method: Method, error: MooncakeError) -> bytes:
         """The reply for a call that is not even tried. Any thread."""

@@ -1,8 +1,15 @@
-"""From a state to a snapshot: the log in its shortest form. `replay.py` reads it. Pure."""
+"""From a state to a snapshot: the log in its shortest form, made in slices. `replay.py` reads it.
+
+A snapshot stands for all records before the moment it was begun. What is small is written down at
+that moment; objects follow slot by slot, a few at a time, while the catalog goes on. Until a slot
+has had its turn, what is there is written down before it ends. So every object of that moment is in
+the snapshot. Some that came later are, too, and replicas are as they were at their slot's turn:
+the records after that moment say it all again, which changes nothing. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -14,18 +21,61 @@ from mooncake_py.master.puts import grant_fields
 from mooncake_py.master.quotas import quota_fields
 from mooncake_py.master.records import GrantFields
 from mooncake_py.master.state import CatalogState
-from mooncake_py.master.tenant import Put
+from mooncake_py.master.tenant import Put, Tenant
 from mooncake_py.model import is_reserved
 
+STEP_SLOTS = 512  # about a millisecond
 _RUN = 1024  # objects a record
+_RESTING_RUN = 4096
+
+
+class Slices:
+    """A snapshot in the making. `step` until it answers False; then `packed` is the whole of it."""
+
+    def __init__(self, state: CatalogState, now_ms: int = 0) -> None:
+        self._state = state
+        self._now_ms = now_ms
+        self._next = 0
+        self._slots = len(state.table.key)
+        self.packed = bytearray()
+        self._resting = list(state.resting)
+        self._write(_small_records(state, now_ms))
+        state.before_drop = self._before_drop
+
+    def step(self, count: int = STEP_SLOTS) -> bool:
+        """Write down so many slots, or a like amount of others. False: that was all."""
+        start, self._next = self._next, self._next + count
+        if start < self._slots:
+            stop = min(self._next, self._slots)
+            live = [slot for slot in range(start, stop) if self._state.table.key[slot] is not None]
+            self._write(_object_records(self._state, self._now_ms, live))
+            return True
+        self._state.before_drop = None
+        rows = self._resting[-_RESTING_RUN:]
+        del self._resting[-_RESTING_RUN:]
+        self._write([_resting_record(rows)])
+        return bool(self._resting)
+
+    def _before_drop(self, slot: int) -> None:
+        if self._next <= slot < self._slots:
+            self._write(_object_records(self._state, self._now_ms, [slot]))
+
+    def _write(self, found: Iterable[records.Record]) -> None:
+        for record in found:
+            data = records.encode(record)
+            self.packed += records.length_of(data)
+            self.packed += data
 
 
 def snapshot(state: CatalogState, now_ms: int = 0) -> bytes:
-    """The state as records. Cost: all objects."""
-    return records.pack(records.encode(each) for each in _snapshot_records(state, now_ms))
+    """The state as records, in one go. Cost: all objects."""
+    slices = Slices(state, now_ms)
+    while slices.step(1 << 20):
+        pass
+    return bytes(slices.packed)
 
 
-def _snapshot_records(state: CatalogState, now_ms: int) -> Iterator[records.Record]:
+def _small_records(state: CatalogState, now_ms: int) -> Iterator[records.Record]:
     members = state.members
     yield records.Marks(state.generation_mark, members.next_segment_id)
     yield records.Recorded(state.next_generation, state.unrecorded.voids, _reserved(state))
@@ -33,17 +83,17 @@ def _snapshot_records(state: CatalogState, now_ms: int) -> Iterator[records.Reco
     for segment in members:
         if segment.state != "gone":
             yield segment_fields(segment)
-    yield from _object_records(state, now_ms)
     for tenant in state.tenants:
         if tenant.quota is not None:
             yield quota_fields(tenant)
-        for key, (put, index) in tenant.writing.items():
-            if not is_reserved(key):  # a reservation ends with its master
-                yield grant_fields(state, _alone(put, index), now_ms)
-    yield records.Resting(
+        yield from _grant_records(state, tenant, now_ms)
+
+
+def _resting_record(rows: list[tuple[int, int, int, int]]) -> records.Resting:
+    return records.Resting(
         [
             (until, segment_id, start * UNIT_BYTES, units * UNIT_BYTES)
-            for until, segment_id, start, units in state.resting
+            for until, segment_id, start, units in rows
         ]
     )
 
@@ -59,25 +109,31 @@ def _reserved(state: CatalogState) -> list[tuple[int, int]]:
     return [(each, each + 1) for each in sorted(generations)]
 
 
-def _alone(put: Put, index: int) -> Put:
-    """One grant of a put as a put of its own."""
-    return replace(
-        put,
-        first=put.first + index,
-        keys=[put.keys[index]],
-        lengths=[put.lengths[index]],
-        places=[put.places[index]],
-        groups=[put.groups[index]] if put.groups else (),
-        open_count=1,
-    )
+def _grant_records(state: CatalogState, tenant: Tenant, now_ms: int) -> Iterator[GrantFields]:
+    """Running grants; those of one put together. A reservation ends with its master."""
+    by_put: dict[int, tuple[Put, list[int]]] = {}
+    for key, (put, index) in tenant.writing.items():
+        if not is_reserved(key):
+            by_put.setdefault(id(put), (put, []))[1].append(index)
+    for put, indices in by_put.values():
+        part = replace(
+            put,
+            keys=[put.keys[i] for i in indices],
+            lengths=[put.lengths[i] for i in indices],
+            places=[put.places[i] for i in indices],
+            groups=[put.groups[i] for i in indices] if put.groups else (),
+        )
+        yield grant_fields(state, part, now_ms, [put.first + i for i in indices])
 
 
-def _object_records(state: CatalogState, now_ms: int) -> Iterator[records.Record]:
-    """Complete objects in runs that share tenant, pins, TTL and how many replicas they want; after
-    each run the generations of its copies."""
+def _object_records(
+    state: CatalogState, now_ms: int, live: Sequence[int]
+) -> Iterator[records.Record]:
+    """These complete objects, in runs that share tenant, pins, TTL and how many replicas they want;
+    after each run the generations of its copies."""
     table = state.table
     alike: dict[tuple[int, int, int, bool, int], list[int]] = {}
-    for slot in table.live():
+    for slot in live:
         flags = table.flags[slot]
         kind = (
             table.tenant[slot],
@@ -112,13 +168,13 @@ def _object_records(state: CatalogState, now_ms: int) -> Iterator[records.Record
                 complete=True,
                 wanted=wanted,
             )
-            yield records.Copies(
-                [
+            copies = [
                     (table.generation[slot], table.copied[place], ids[place >> PLACE_BITS],
                      (place & PLACE_MASK) * UNIT_BYTES)
                     for slot in run
                     if table.flags[slot] & COPIED
                     for place in table.places(slot)
                     if place in table.copied
-                ]
-            )  # fmt: skip
+            ]  # fmt: skip
+            if copies:
+                yield records.Copies(copies)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import islice
 
 from mooncake_py.master import records
@@ -18,7 +19,7 @@ from mooncake_py.master.groups import Groups
 from mooncake_py.master.late_unseals import Extent, LateUnseals
 from mooncake_py.master.lease import RestingExtents
 from mooncake_py.master.lifecycle import TABLE, Event, Promise, State, Unseal, end
-from mooncake_py.master.membership import ALIVE, GONE, Leaving, Membership
+from mooncake_py.master.membership import ALIVE, AWAY, GONE, Leaving, Membership
 from mooncake_py.master.objects import (
     GROUP,
     HARD_PIN,
@@ -89,6 +90,7 @@ class CatalogState:
         self.tasks = TaskBook()
         self.unrecorded = Unrecorded()
         self.late_unseals = LateUnseals()
+        self.before_drop: Callable[[int], None] | None = None  # of the snapshot in the making
         self._expiries: list[tuple[int, int, Put]] = []
         self._expiry_index = 0  # of the first one: its grants before this one have been looked at
         self._put_count = 0
@@ -243,6 +245,8 @@ class CatalogState:
 
     def drop_object(self, slot: int, until_ms: int, now_ms: int) -> None:
         """The object is not there any more, and its extents rest."""
+        if self.before_drop is not None:
+            self.before_drop(slot)
         table = self.table
         units = extent_units(table.length[slot])
         places = table.places(slot)
@@ -293,17 +297,17 @@ class CatalogState:
         return max(table.leased_until(each, lease_ms) for each in mates)
 
     def find_live(self, work: Work, tenant: Tenant, key: bytes, now_ms: int) -> int | None:
-        """Slot of the object. One whose nodes are all gone, or whose TTL is over, but which is not
-        yet forgotten, ends now."""
+        """Slot of the object. One whose nodes are all gone or away, or whose TTL is over, but which
+        is not yet forgotten, ends now."""
         slot = tenant.complete.get(key)
         if slot is None:
             return None
-        table, members = self.table, self.members
+        table, members, lost = self.table, self.members, (GONE, AWAY)
         if table.flags[slot] & TTL and table.ttls[slot] <= now_ms:
             self.end_object(work, slot, Event.TTL_ENDED, now_ms)
             return None
         if members.impaired and all(
-            members.at(place >> PLACE_BITS).state == GONE for place in table.places(slot)
+            members.at(place >> PLACE_BITS).state in lost for place in table.places(slot)
         ):
             self.end_object(work, slot, Event.NODE_LOST, now_ms)
             return None
@@ -438,10 +442,6 @@ class CatalogState:
         if table.flags[slot] & HARD_PIN:
             self.pin(tenant, units)
         table.add_place(slot, place, generation)
-
-    def readable(self, slot: int, now_ms: int) -> bool:
-        """Is there a replica that a reader may be sent to?"""
-        return bool(self.readable_places(slot, now_ms))
 
     def readable_places(self, slot: int, now_ms: int) -> list[int]:
         """Places that a reader may be sent to; none unless the whole group can be read."""

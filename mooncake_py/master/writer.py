@@ -34,14 +34,25 @@ class _Commit:
     replies: list[tuple[Call, bytes]]
 
 
+@dataclass(slots=True)
+class Base:
+    """What a snapshot stands for: the records up to this sequence number."""
+
+    sequence: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The catalog with all that was queued before."""
+    """The catalog as it was at its base."""
 
-    payload: bytes
+    payload: bytes | bytearray
+    base: Base
 
 
-def _is_commit(entry: _Commit | _Snapshot) -> bool:
+_Entry = _Commit | _Snapshot | Base
+
+
+def _is_commit(entry: _Entry) -> bool:
     return isinstance(entry, _Commit)
 
 
@@ -62,7 +73,7 @@ class Writer:
         self._refuse = refuse
         self._limits = limits
         self._changed = threading.Condition()
-        self._waiting: list[_Commit | _Snapshot] = []
+        self._waiting: list[_Entry] = []
         self._waiting_nbytes = 0
         self._pressing = False  # somebody waits for what is queued
         self._closing = False
@@ -87,8 +98,14 @@ class Writer:
     def commit(self, records: Sequence[bytes], replies: list[tuple[Call, bytes]]) -> None:
         self._queue(_Commit(records, replies), sum(map(len, records)), pressing=bool(replies))
 
-    def snapshot(self, payload: bytes) -> None:
-        self._queue(_Snapshot(payload), 0, pressing=True)
+    def begin_snapshot(self) -> Base:
+        """A snapshot is begun that has all records queued so far."""
+        base = Base()
+        self._queue(base, 0, pressing=False)
+        return base
+
+    def snapshot(self, payload: bytes | bytearray, base: Base) -> None:
+        self._queue(_Snapshot(payload, base), 0, pressing=True)
 
     def close(self, timeout_ms: int) -> None:
         """Write what waits (one attempt), close the store. False sense of safety is avoided: what
@@ -102,7 +119,7 @@ class Writer:
             return
         self._store.close()
 
-    def _queue(self, entry: _Commit | _Snapshot, nbytes: int, *, pressing: bool) -> None:
+    def _queue(self, entry: _Entry, nbytes: int, *, pressing: bool) -> None:
         with self._changed:
             self._waiting.append(entry)
             self._waiting_nbytes += nbytes
@@ -114,7 +131,7 @@ class Writer:
         return self._pressing or self._closing
 
     def _run(self) -> None:
-        backlog: list[_Commit | _Snapshot] = []
+        backlog: list[_Entry] = []
         closing = False
         while not closing:
             with self._changed:
@@ -137,10 +154,14 @@ class Writer:
         if backlog:
             log.error("stopped with %d changes that the metadata store refused", len(backlog))
 
-    def _write(self, backlog: list[_Commit | _Snapshot]) -> None:
+    def _write(self, backlog: list[_Entry]) -> None:
         """Write from the front; what is written leaves the list."""
         while backlog:
             head = backlog[0]
+            if isinstance(head, Base):
+                head.sequence = self._sequence
+                del backlog[0]
+                continue
             if isinstance(head, _Snapshot):
                 self._write_snapshot(head)
                 del backlog[0]
@@ -162,13 +183,13 @@ class Writer:
     def _write_snapshot(self, snapshot: _Snapshot) -> None:
         """A snapshot is an economy: when it cannot be written, the records still say it all."""
         try:
-            self._store.write_snapshot(snapshot.payload, self._sequence)
+            self._store.write_snapshot(snapshot.payload, snapshot.base.sequence)
             self._snapshots.value += 1
         except MooncakeError as error:
             self._failures.value += 1
             log.warning("no snapshot of %d bytes was written: %s", len(snapshot.payload), error)
 
-    def _failed(self, error: MooncakeError, backlog: list[_Commit | _Snapshot]) -> None:
+    def _failed(self, error: MooncakeError, backlog: list[_Entry]) -> None:
         self._failures.value += 1
         if self._failure is None:
             log.error("nothing can be changed until the metadata store recovers: %s", error)

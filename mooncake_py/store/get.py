@@ -62,6 +62,7 @@ class BrokenPlacement:
     key_index: int
     generation: int
     segment_id: int
+    incarnation: int
     code: int
 
 
@@ -301,8 +302,10 @@ class BatchReader:
             self.cache.avoid(generation, index, self._clock.now_ms())
         if code in _UNREACHED:
             self._directory.failed(index, self._clock.now_ms())
-        segment_id = self._directory.segment(index).segment_id
-        call.result.broken.append(BrokenPlacement(key, generation, segment_id, code))
+        segment = self._directory.segment(index)
+        call.result.broken.append(
+            BrokenPlacement(key, generation, segment.segment_id, segment.incarnation, code)
+        )
 
     def report(self, names: Sequence[bytes], result: ReadResult, deadline: Deadline) -> None:
         """Tell the master once what could not be read, so that nobody is sent there again."""
@@ -315,6 +318,7 @@ class BatchReader:
                 [b.generation for b in broken],
                 [b.segment_id for b in broken],
                 [b.code for b in broken],
+                incarnations=[b.incarnation for b in broken],
                 timeout_ms=max(1, deadline.left_ms()),
             )
         except MooncakeError:

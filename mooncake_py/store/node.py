@@ -28,6 +28,9 @@ PROCESS = "node"
 @click.option("--listen", metavar="HOST:PORT", help="Engine; port 0: any. [127.0.0.1:0]")
 @click.option("--advertise", metavar="HOST", help="Host under which others reach this one.")
 @click.option("--segment-bytes", metavar="SIZE", help="Memory to offer. [1GiB]")
+@click.option(
+    "--segment-file", metavar="PATH", help="Memory that outlives the node (tmpfs or disk)."
+)
 @click.option("--name", metavar="NAME", help="Unique in the cluster. [host name and port]")
 @click.option("--domain", metavar="LABEL", help="Of what fails together, such as a rack.")
 @click.option(

@@ -8,7 +8,8 @@ Threads, and who may be slow:
 
 Life: engine and memory -> mount -> ready -> (SIGTERM) draining -> unmount -> gone. While it drains,
 the master has other nodes copy what is here, for `drain_ms` at most; reads go on. The memory is an
-anonymous memfd: whatever ends the process, the kernel frees it.
+anonymous memfd, and whatever ends the process, the kernel frees it; or a file, which outlives the
+process with all objects, so nothing is drained (`segment_file.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from mooncake_py.store.host import host_id
 from mooncake_py.store.inventory import Job, Teller
 from mooncake_py.store.master_time import MasterTime
 from mooncake_py.store.pull import Mounted, PullHandler
+from mooncake_py.store.segment_file import Identity, SegmentFile
 from mooncake_py.store.tasks import Holder, TaskRunner
 from mooncake_py.transfer import EngineOptions, Memory, Message, TransferEngine
 from mooncake_py.wire.inventory import Page
@@ -48,6 +50,7 @@ AUTO = "auto"
 _RECEIVE_MS = 500  # how soon an idle pull thread notices that the node is closing
 _MASTER_CALL_MS = 2_000
 BEATS_OF_PATIENCE = 2  # with a silent master, in heartbeats; then another one is asked
+_TEND_S = 5.0
 _DRAIN_LOOK_S = 0.05  # between two questions how far the draining is
 _NAME_WAIT_MS = 3_000  # for a name that is taken
 _MOUNT_AGAIN_S = 0.25
@@ -92,13 +95,14 @@ class Node:
             ) from None
         stack.callback(self._engine.close)
         port = self._engine.address.rpartition(":")[2]
-        self.name = settings.name or f"{socket.gethostname()}:{port}"
-        self._memory = Memory(
-            settings.segment_bytes, name=f"mooncake-{self.name}", sole_writer=True
-        )
-        stack.callback(self._memory.close)
+        self._file = self._open_file(stack)
+        former_name = self._file.identity.node if self._file else ""
+        self.name = settings.name or former_name or f"{socket.gethostname()}:{port}"
+        self._memory = self._file.memory if self._file else self._open_memory(stack)
         self._segment = OwnedSegment(self._memory.base, self._memory.nbytes)
         stack.callback(self._segment.close)
+        if self._file is not None:
+            self._adopt(self._file)
         self._region = self._engine.register(self._memory, access="read")
         stack.callback(self._region.close)
         self._pulls = PullHandler(self._engine, self._segment, self._master_time)
@@ -121,6 +125,39 @@ class Node:
             door = HealthDoor(self._health_address(), self.healthy)
             stack.callback(door.close)
             self.health = door.address
+
+    def _open_file(self, stack: ExitStack) -> SegmentFile | None:
+        if not self._settings.segment_file:
+            return None
+        file = SegmentFile(self._settings.segment_file, self._settings.segment_bytes)
+        stack.callback(file.close)
+        return file
+
+    def _open_memory(self, stack: ExitStack) -> Memory:
+        memory = Memory(
+            self._settings.segment_bytes, name=f"mooncake-{self.name}", sole_writer=True
+        )
+        stack.callback(memory.close)
+        return memory
+
+    def _adopt(self, file: SegmentFile) -> None:
+        """What a former process left in the file is ours from now on."""
+        began_ms = self._clock.now_ms()
+        adopted = file.adopt(self._segment)
+        self._cluster_id, self._term = file.identity.cluster_id, file.identity.term
+        if file.former is not None:
+            log.info(
+                "adopted %d extents of a former process in %d ms; %d had ended, %d were damaged",
+                adopted.kept, self._clock.now_ms() - began_ms, adopted.torn, adopted.damaged,
+            )  # fmt: skip
+
+    def _tend_file(self) -> None:
+        assert self._file is not None
+        while not self._closing.wait(_TEND_S):
+            try:
+                self._file.tend(self._segment)
+            except (MooncakeError, OSError) as error:
+                log.warning("the journal of the segment is not written anew: %s", error)
 
     def _connect(self) -> MasterClient:
         return MasterClient(self._settings.master, role="node", clock=self._clock)
@@ -151,20 +188,24 @@ class Node:
             self._spawn(self._serve_pulls, f"mooncake-pull-{index}")
         self._spawn(self._heartbeats, "mooncake-heartbeat")
         self._spawn(lambda: self._tasks.run(self._closing), "mooncake-tasks")
+        if self._file is not None:
+            self._spawn(self._tend_file, "mooncake-journal")
         self._teller.start()
 
     def stop(self) -> None:
         """Take nothing new, let others copy what is here for as long as `drain_ms`, let running
         pulls end, tell the master, release everything."""
         self._pulls.drain()
-        if self._threads and self._pulls.mounted is not None and not self._closing.is_set():
+        stays = self._file is not None  # and so does what is in it: nothing is to be moved
+        running = self._threads and self._pulls.mounted is not None
+        if running and not stays and not self._closing.is_set():
             self._empty(Deadline(self._settings.drain_ms, self._clock))
         self._closing.set()
         for thread in self._threads:
             thread.join()
         mounted, self._pulls.mounted = self._pulls.mounted, None
         if mounted is not None:
-            leave = Unmount(self.name, self._incarnation, mounted.segment_id)
+            leave = Unmount(self.name, self._incarnation, mounted.segment_id, returns=stays)
             try:
                 self._master.unmount(leave, timeout_ms=_MASTER_CALL_MS)
             except MooncakeError as error:
@@ -223,7 +264,9 @@ class Node:
             self._closing.wait(_MOUNT_AGAIN_S)
 
     def _mount(self, timeout_ms: int) -> None:
-        before = self._pulls.mounted
+        mounted, file = self._pulls.mounted, self._file
+        former = file.identity.segment_id if file else 0
+        before = mounted.segment_id if mounted else former
         asked_at_ms = self._clock.now_ms()
         mount = self._master.mount(
             Mount(
@@ -233,15 +276,17 @@ class Node:
                 self._region.id,
                 self._memory.nbytes,
                 host_id(),
-                segment_id=before.segment_id if before else 0,
+                segment_id=before,
                 domain=self._settings.domain,
                 recovers=True,
+                warm=mounted is None and before > 0,
+                keeps=file is not None,
                 former_term=self._term,
             ),
             self._cluster_id,
             timeout_ms=timeout_ms,
         )
-        if before is not None and before.segment_id != mount.segment_id:
+        if before and before != mount.segment_id:
             # That master has never seen our objects, and its generations may be older than ours.
             log.warning("the master gave a new segment id: objects held here are dropped")
             self._pulls.mounted = None
@@ -249,6 +294,12 @@ class Node:
         self._learn_time(mount.master_now_ms, asked_at_ms)
         self._heartbeat_ms = mount.heartbeat_ms
         self._cluster_id, self._term = mount.cluster_id, mount.term
+        if file is not None:
+            file.remember(
+                Identity(
+                    self._memory.nbytes, self.name, mount.cluster_id, mount.term, mount.segment_id
+                )
+            )
         self._pulls.mounted = Mounted(mount.segment_id, mount.grant_secret, mount.name_secret)
         self._answered = True
         if mount.recover:

@@ -9,7 +9,7 @@ engine.read(peer, slices, timeout_ms=1000)       # slices: numpy array of SLICE
 from mooncake_py.transfer.batch import Batch
 from mooncake_py.transfer.directory import Directory, StaticDirectory
 from mooncake_py.transfer.engine import TransferEngine
-from mooncake_py.transfer.memory import Mapping, Memory
+from mooncake_py.transfer.memory import FileMemory, Mapping, Memory
 from mooncake_py.transfer.messages import Inbox, Message
 from mooncake_py.transfer.options import EngineOptions, Faults, Rdma
 from mooncake_py.transfer.peer import Peer
@@ -24,6 +24,7 @@ __all__ = [
     "Directory",
     "EngineOptions",
     "Faults",
+    "FileMemory",
     "Inbox",
     "Mapping",
     "Memory",

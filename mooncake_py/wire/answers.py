@@ -225,6 +225,7 @@ def report_request(report: c.Report) -> Message:
         generations=report.generations,
         segment_ids=report.segment_ids,
         codes=report.codes,
+        incarnations=report.incarnations,
     )
 
 
@@ -282,7 +283,10 @@ def drain_request(drain: c.Drain) -> Message:
 
 def unmount_request(unmount: c.Unmount) -> Message:
     return pb.UnmountRequest(
-        node=unmount.node, incarnation=unmount.incarnation, segment_id=unmount.segment_id
+        node=unmount.node,
+        incarnation=unmount.incarnation,
+        segment_id=unmount.segment_id,
+        returns=unmount.returns,
     )
 
 

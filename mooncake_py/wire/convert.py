@@ -166,6 +166,7 @@ def _report(r: pb.ReportRequest, edge: Edge) -> c.Report:
         _aligned("generations", r.generations, keys),
         _aligned("segment_ids", r.segment_ids, keys),
         _aligned("codes", r.codes, keys),
+        _aligned("incarnations", r.incarnations, keys) if r.incarnations else (),
     )  # fmt: skip
 
 
@@ -210,7 +211,7 @@ def _drain(r: pb.DrainRequest, edge: Edge) -> c.Drain:
 
 
 def _unmount(r: pb.UnmountRequest, edge: Edge) -> c.Unmount:
-    return c.Unmount(r.node, r.incarnation, r.segment_id)
+    return c.Unmount(r.node, r.incarnation, r.segment_id, r.returns)
 
 
 def _status(r: pb.StatusRequest, edge: Edge) -> c.Status:

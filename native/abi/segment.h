@@ -102,11 +102,14 @@ typedef struct mc_journal_head {
     uint32_t reserved;
 } mc_journal_head;
 int32_t mc_segment_journal(mc_segment *segment, int32_t fd);
-/* Extents of a former owner of this memory: row i, whose name ends at name_ends[i] of `names`,
- * enters the table as sealed if its header is whole, sealed and that of the row, its payload fits
- * its crc32c, and no extent in the table overlaps it. statuses[i]: 0, MC_E_LEASE_EXPIRED (another
- * header, unsealed, or overlapped), MC_E_CHECKSUM, MC_E_USAGE. Rows with a non-zero status on entry
- * are left out. Reads every payload byte; several threads may adopt at once. */
-int32_t mc_segment_adopt(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
-                         const uint8_t *names, uint64_t names_nbytes, const uint64_t *name_ends,
-                         int32_t *statuses);
+/* Take over what a former owner of this memory left, by its journal: entries in their order, a later
+ * one ending those it overlaps; the first that is not whole ends it. An extent enters the table as
+ * sealed if its header is whole, sealed and that of the entry, and its payload fits its crc32c. Reads
+ * every payload byte, with two threads. Call it before anything else happens to the segment. */
+typedef struct mc_adopted {
+    uint64_t count;
+    uint64_t torn;           /* begun and not sealed, unsealed, or overwritten */
+    uint64_t damaged;        /* sealed, and the bytes do not fit */
+} mc_adopted;
+int32_t mc_segment_adopt(mc_segment *segment, const uint8_t *journal, uint64_t nbytes,
+                         mc_adopted *out);

@@ -18,7 +18,7 @@ from mooncake_py.clock import ManualClock
 from mooncake_py.errors import Backpressure, MasterUnavailable, MooncakeError
 from mooncake_py.master.inbox import GRPC, Call, Inbox, Limits
 from mooncake_py.master.metadata import Loaded
-from mooncake_py.master.owner import APPEND_BYTES, Bell, Owner
+from mooncake_py.master.owner import APPEND_BYTES, SLICE_MS, Bell, Owner
 from mooncake_py.master.service import Answer, Service
 from mooncake_py.master.writer import Writer
 from mooncake_py.metrics import Metrics
@@ -63,8 +63,18 @@ class PlayedService:
         self.ticks.put((now_ms, evict_max))
         return []
 
-    def snapshot(self, now_ms: int) -> bytes:
-        return b"snapshot after " + str(len(self.handled)).encode()
+    def slices(self, now_ms: int) -> PlayedSlices:
+        return PlayedSlices(b"snapshot after %d" % len(self.handled))
+
+
+class PlayedSlices:
+    """A snapshot that is there after its first step."""
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+
+    def step(self) -> bool:
+        return False
 
 
 class PlayedStore:
@@ -251,8 +261,10 @@ def test_snapshots_stand_behind_the_records_they_contain() -> None:
     stage.service.answers["Remove"] = Answer(b"removed", 0, [b"12345"], durable_first=True)
     for _ in range(5):
         said(stage.call(REMOVE))
+        stage.clock.advance(SLICE_MS)
+        said(stage.call(EXISTS))  # a round in which the next slice is due
     stage.close()
-    assert stage.store.snapshots == [(b"snapshot after 2", 2), (b"snapshot after 4", 4)]
+    assert stage.store.snapshots == [(b"snapshot after 3", 2), (b"snapshot after 7", 4)]
     assert stage.store.closed
 
 

@@ -130,7 +130,8 @@ def test_many_extents_are_unsealed_in_pieces(service: Service) -> None:
     beat = pb.HeartbeatRequest(node="node", incarnation=1, segment_id=segment_id)
     replies = [ask(service, lane.HEARTBEAT, beat) for _ in range(3)]
     sizes = [len(reply.unseal) // EXTENT_ROW.size for reply in replies]
-    assert sizes[0] <= page < sum(sizes) == count and sizes[2] == 0
+    assert sizes[0] <= page < sum(sizes) == count
+    assert sizes[2] == 0
     seen = {int(r["generation"]) for reply in replies for r in answers.beat(reply).unseal}
     assert len(seen) == count
     assert answers.beat(replies[0]).unseal.dtype == EXTENT

@@ -360,6 +360,7 @@ class ReportRequest(Message):
     generations: RepeatedScalarFieldContainer[int]
     segment_ids: RepeatedScalarFieldContainer[int]
     codes: RepeatedScalarFieldContainer[int]
+    incarnations: RepeatedScalarFieldContainer[int]
     def __init__(
         self,
         *,
@@ -368,6 +369,7 @@ class ReportRequest(Message):
         generations: Iterable[int] | None = ...,
         segment_ids: Iterable[int] | None = ...,
         codes: Iterable[int] | None = ...,
+        incarnations: Iterable[int] | None = ...,
     ) -> None: ...
 
 class ReportReply(Message):
@@ -606,12 +608,14 @@ class UnmountRequest(Message):
     node: str
     incarnation: int
     segment_id: int
+    returns: bool
     def __init__(
         self,
         *,
         node: str | None = ...,
         incarnation: int | None = ...,
         segment_id: int | None = ...,
+        returns: bool | None = ...,
     ) -> None: ...
 
 class UnmountReply(Message):

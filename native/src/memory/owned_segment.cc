@@ -16,7 +16,9 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/abi.h"
 #include "memory/extent.h"
@@ -202,7 +204,7 @@ struct mc_segment {
     return is ? &it->second : nullptr;
   }
 
-  int32_t adopt(const mc_extent_row &row, const uint8_t *name, uint64_t name_nbytes) {
+  int32_t adopt(const mc_extent_row &row, const std::string &name) {
     if (!fits(row) || row.generation == 0) return MC_E_USAGE;
     mc::memory::Header header;
     std::memcpy(&header, reinterpret_cast<const void *>(base + row.offset), sizeof header);
@@ -217,8 +219,7 @@ struct mc_segment {
     const std::lock_guard guard(mutex);
     const auto first = first_overlap(row.offset);
     if (first != table.end() && first->first < end) return MC_E_LEASE_EXPIRED;
-    table.emplace(row.offset, Extent{row, end, false, 0,
-                     std::string(reinterpret_cast<const char *>(name), name_nbytes)});
+    table.emplace(row.offset, Extent{row, end, false, 0, name});
     stats.extent_count += 1;
     stats.extent_nbytes += row.length;
     return MC_OK;
@@ -231,6 +232,42 @@ bool in_ranges(uint64_t generation, const mc_generations *ranges, uint64_t count
   return std::any_of(ranges, ranges + count, [generation](const mc_generations &each) {
     return generation >= each.from && generation < each.below;
   });
+}
+
+struct Entry {
+  mc_extent_row row;
+  std::string name;
+};
+
+// Of a journal's entries those that no later one overlaps.
+std::vector<Entry> survivors(const uint8_t *at, uint64_t left) {
+  std::map<uint64_t, Entry> alive;
+  mc_journal_head head;
+  while (left >= sizeof head + sizeof(mc_extent_row)) {
+    std::memcpy(&head, at, sizeof head);
+    const uint64_t nbytes = sizeof head + sizeof(mc_extent_row) + head.name_nbytes;
+    if (head.magic != kJournalMagic || left < nbytes) break;
+    const uint8_t *body = at + sizeof head;
+    if (mc_crc32c(body, nbytes - sizeof head, 0) != head.crc32c) break;
+    Entry entry{};
+    std::memcpy(&entry.row, body, sizeof entry.row);
+    entry.name.assign(reinterpret_cast<const char *>(body + sizeof entry.row), head.name_nbytes);
+    at += nbytes;
+    left -= nbytes;
+    const uint64_t offset = entry.row.offset;
+    const uint64_t end = offset + extent_nbytes(entry.row.length);
+    auto it = alive.upper_bound(offset);
+    if (it != alive.begin()) {
+      const auto before = std::prev(it);
+      if (before->first + extent_nbytes(before->second.row.length) > offset) it = before;
+    }
+    while (it != alive.end() && it->first < end) it = alive.erase(it);
+    alive.emplace(offset, std::move(entry));
+  }
+  std::vector<Entry> found;
+  found.reserve(alive.size());
+  for (auto &[offset, entry] : alive) found.push_back(std::move(entry));
+  return found;
 }
 
 }  // namespace
@@ -435,16 +472,23 @@ int32_t mc_segment_journal(mc_segment *segment, int32_t fd) {
   return MC_E_OUT_OF_SPACE;
 }
 
-int32_t mc_segment_adopt(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
-             const uint8_t *names, uint64_t names_nbytes, const uint64_t *name_ends,
-             int32_t *statuses) {
-  uint64_t from = 0;
-  for (uint64_t i = 0; i < n; ++i) {
-    const uint64_t start = std::exchange(from, std::max(from, name_ends[i]));
-    if (statuses[i] != MC_OK) continue;
-    const bool whole = name_ends[i] >= start && name_ends[i] <= names_nbytes;
-    statuses[i] = whole ? segment->adopt(rows[i], names + start, name_ends[i] - start) : MC_E_USAGE;
-  }
+int32_t mc_segment_adopt(mc_segment *segment, const uint8_t *journal, uint64_t nbytes,
+             mc_adopted *out) {
+  const std::vector<Entry> entries = survivors(journal, nbytes);
+  mc_adopted halves[2]{};
+  const auto adopt_half = [&](size_t half) {
+    for (size_t i = half; i < entries.size(); i += 2) {
+      const int32_t status = segment->adopt(entries[i].row, entries[i].name);
+      halves[half].count += status == MC_OK;
+      halves[half].damaged += status == MC_E_CHECKSUM;
+      halves[half].torn += status != MC_OK && status != MC_E_CHECKSUM;
+    }
+  };
+  std::thread helper(adopt_half, 1);
+  adopt_half(0);
+  helper.join();
+    *out = {halves[0].count + halves[1].count, halves[0].torn + halves[1].torn,
+        halves[0].damaged + halves[1].damaged};
   return MC_OK;
 }
 

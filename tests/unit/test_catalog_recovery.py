@@ -1,0 +1,384 @@
+"""What the catalog believes of nodes: after lost records, lost databases, and lost memory.
+
+The rules are in design/recovery.md."""
+
+from __future__ import annotations
+
+import pytest
+from catalog_model import Driver, check_invariants, grant_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake_py.master.catalog import Catalog
+from mooncake_py.master.commands import (
+    Heartbeat,
+    Inventoried,
+    Inventory,
+    List,
+    Listed,
+    Mount,
+    Mounted,
+    Name,
+    Remove,
+    Unmount,
+)
+from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.model import EXTENT_ROW, PLACEMENT_ROW, REPLICA_ROW
+
+MIB = 1 << 20
+SETTINGS = CatalogSettings(objects_max=1 << 14)
+
+
+class ModelNode:
+    """A node as recovery sees it: what is sealed, and the conversation after a mount."""
+
+    def __init__(self, name: str, nbytes: int = MIB) -> None:
+        self.name, self.nbytes = name, nbytes
+        self.incarnation, self.segment_id = 1, 0
+        self.foreign = self.keeps = False
+        self.term = 1
+        self.sealed: dict[
+            int, tuple[int, int, Name, int]
+        ] = {}  # offset -> length, gen, name, group
+
+    def mount(self, master: Driver, *, warm: bool = False) -> Mounted:
+        command = Mount(
+            self.name, self.incarnation, f"{self.name}:{self.incarnation}", 1, self.nbytes,
+            self.name, self.segment_id, recovers=True, foreign=self.foreign, warm=warm,
+            keeps=self.keeps, former_term=self.term,
+        )  # fmt: skip
+        reply = self._apply(master, command)
+        assert isinstance(reply, Mounted)
+        if self.segment_id and reply.segment_id != self.segment_id:
+            self.sealed.clear()
+        self.segment_id, self.foreign = reply.segment_id, False
+        return reply
+
+    def _apply(self, master: Driver, command: Mount | Inventory) -> object:
+        applied = master.apply(command)
+        for effect in applied.effects:
+            if effect.segment_id == self.segment_id:
+                self.unseal(effect.rows)
+        return applied.reply
+
+    def unseal(self, rows: bytes) -> None:
+        for _, _, offset, _, generation, *_ in EXTENT_ROW.iter_unpack(rows):
+            if offset in self.sealed and self.sealed[offset][1] == generation:
+                del self.sealed[offset]
+
+    def ask(self, master: Driver, **fields: object) -> Inventoried:
+        command = Inventory(self.name, self.incarnation, self.segment_id, **fields)  # type: ignore[arg-type]
+        reply = self._apply(master, command)
+        assert isinstance(reply, Inventoried), reply
+        self.unseal(reply.unseal)
+        return reply
+
+    def name_all(self, master: Driver, offsets: list[int]) -> None:
+        for at in range(0, len(offsets), 3):
+            rows, names = [], []
+            for offset in offsets[at : at + 3]:
+                length, generation, name, group = self.sealed[offset]
+                rows.append(EXTENT_ROW.pack(0, 0, offset, length, generation, 0, bytes(16), group))
+                names.append(name)
+            self.ask(master, rows=b"".join(rows), names=names)
+
+    def recover(self, master: Driver, mounted: Mounted) -> None:
+        """The whole conversation."""
+        if not mounted.recover:
+            return
+        wanted = [
+            offset for offset, (_, generation, _, _) in sorted(self.sealed.items())
+            if any(start <= generation < below for start, below in mounted.unrecorded)
+        ]  # fmt: skip
+        self.name_all(master, wanted)
+        self.ask(master, recorded=True)
+        cursor, absent, more, seen = 0, b"", True, set()
+        while more:
+            reply = self.ask(master, compare=True, cursor=cursor, absent=absent)
+            believed = list(REPLICA_ROW.iter_unpack(reply.believed))
+            held = {(offset, each[1]) for offset, each in self.sealed.items()}
+            absent = b"".join(REPLICA_ROW.pack(*each) for each in believed if each not in held)
+            seen |= set(believed) & held
+            cursor, more = reply.cursor, reply.more
+        self.ask(master, cursor=cursor, absent=absent)
+        rest = [
+            offset for offset, (_, generation, _, _) in sorted(self.sealed.items())
+            if (offset, generation) not in seen and generation < mounted.first_generation
+        ]  # fmt: skip
+        self.name_all(master, rest)
+
+
+class Cluster:
+    """Driver and nodes; puts seal what was granted; effects reach the nodes."""
+
+    def __init__(self, *names: str) -> None:
+        self.driver = Driver(settings=SETTINGS)
+        self.term = 0
+        self.nodes = {name: ModelNode(name) for name in names}
+        self.begin(Catalog(SETTINGS))
+        for node in self.nodes.values():
+            node.mount(self.driver)
+
+    def begin(self, catalog: Catalog, *, foreign_until_ms: int = 0, term: int = 0) -> None:
+        self.term = term or self.term + 1
+        self.driver.catalog = catalog
+        first = catalog.begin_term(self.term, self.driver.now_ms, foreign_until_ms)
+        self.driver.log += first
+
+    def put(self, key: bytes, *, commit: bool = True, nbytes: int = 1000, **policy: object) -> int:
+        granted = self.driver.start([key], nbytes, **policy)
+        assert granted.status == b"\0"
+        for _, segment_id, offset, length, generation in grant_rows(granted):
+            for node in self.nodes.values():
+                if node.segment_id == segment_id:
+                    overlapped = [
+                        at for at, each in node.sealed.items()
+                        if at < offset + length + 64 and offset < at + each[0] + 64
+                    ]  # fmt: skip
+                    for at in overlapped:
+                        del node.sealed[at]
+                    hard = bool(policy.get("hard_pin"))
+                    ttl = int(policy.get("ttl_ms", 0) or 0)  # type: ignore[call-overload]
+                    name = Name("t", key, 0, self.driver.now_ms + ttl if ttl else 0, hard)
+                    node.sealed[offset] = (length, generation, name, 0)
+        if commit:
+            assert self.driver.end([key], [granted.generations[0]]) == [0]
+        return granted.generations[0]
+
+    def remove(self, key: bytes) -> None:
+        applied = self.driver.apply(Remove("t", [key], True))
+        for effect in applied.effects:
+            for node in self.nodes.values():
+                if node.segment_id == effect.segment_id:
+                    node.unseal(effect.rows)
+
+    def crash(self, lost_records: int, *, nodes: bool = True, foreign_until_ms: int = 0) -> None:
+        """The master is killed; so many of its newest records had not reached the store."""
+        log = self.driver.log
+        del log[len(log) - lost_records :]
+        catalog = Catalog(SETTINGS)
+        report = catalog.restore(None, log, self.driver.now_ms)
+        assert not report.damaged_records
+        self.begin(catalog, foreign_until_ms=foreign_until_ms)
+        if nodes:
+            self.return_all()
+
+    def forget(self) -> None:
+        """The database is deleted, too."""
+        self.driver.log.clear()
+        until = self.driver.now_ms + SETTINGS.recovery_ms
+        self.begin(Catalog(SETTINGS), foreign_until_ms=until, term=self.term + 10)
+        for node in self.nodes.values():
+            node.foreign = True
+
+    def return_all(self) -> None:
+        for node in self.nodes.values():
+            node.recover(self.driver, node.mount(self.driver))
+        check_invariants(self.driver.catalog)
+
+    def keys(self) -> list[bytes]:
+        reply = self.driver.apply(List("t", b"", b"", 1000)).reply
+        assert isinstance(reply, Listed)
+        return list(reply.keys)
+
+
+def test_f11_puts_whose_records_were_lost_are_adopted() -> None:
+    cluster = Cluster("a", "b")
+    cluster.put(b"old")
+    kept = len(cluster.driver.log)
+    for i in range(7):
+        cluster.put(b"new%d" % i, replica_count=2)
+    cluster.crash(len(cluster.driver.log) - kept)
+    assert cluster.keys() == [b"new%d" % i for i in range(7)] + [b"old"]
+    located = cluster.driver.locate([b"new0"])
+    assert len(located.placements) == 2 * PLACEMENT_ROW.size  # both replicas are back
+    # and they are in the log from now on
+    cluster.crash(0, nodes=False)
+    assert len(cluster.keys()) == 8
+
+
+def test_f11_a_put_whose_commit_was_lost_counts_and_its_writer_is_told_so() -> None:
+    cluster = Cluster("a")
+    generation = cluster.put(b"k")
+    cluster.crash(1)
+    assert cluster.keys() == [b"k"]
+    assert cluster.driver.end([b"k"], [generation]) == [0]
+
+
+def test_f64_without_any_record_the_nodes_say_what_there_is() -> None:
+    cluster = Cluster("a", "b")
+    for i in range(10):
+        cluster.put(b"k%d" % i, replica_count=2, hard_pin=i == 3)
+    for i in range(5):
+        cluster.remove(b"k%d" % (2 * i))
+    cluster.put(b"mortal", ttl_ms=500)
+    cluster.driver.now_ms += 1_000
+    cluster.forget()
+    cluster.return_all()
+    assert cluster.keys() == [b"k1", b"k3", b"k5", b"k7", b"k9"]
+    assert cluster.driver.catalog.state.hard_pinned_units == 2 * 17
+    cluster.put(b"k1x")  # generations go on above those of the lost cluster
+    check_invariants(cluster.driver.catalog)
+
+
+def test_f64_nothing_is_placed_on_a_node_before_it_has_told() -> None:
+    cluster = Cluster("a")
+    cluster.put(b"k")
+    cluster.forget()
+    node = cluster.nodes["a"]
+    mounted = node.mount(cluster.driver)
+    assert mounted.recover
+    cluster.driver.apply(Heartbeat("a", 1, node.segment_id))
+    assert cluster.driver.start([b"new"]).status != b"\0"
+    node.recover(cluster.driver, mounted)
+    assert cluster.keys() == [b"k"]
+    cluster.put(b"new")
+
+
+@pytest.mark.parametrize("how", ["records lost", "database lost"])
+def test_f64_what_was_removed_while_its_node_was_away_stays_removed(how: str) -> None:
+    cluster = Cluster("a")
+    kept = len(cluster.driver.log)
+    cluster.put(b"k")
+    if how == "database lost":
+        cluster.forget()
+    else:
+        cluster.crash(len(cluster.driver.log) - kept, nodes=False)
+    assert cluster.keys() == []  # its node has not come yet
+    cluster.remove(b"k")
+    until_ms = cluster.driver.now_ms + SETTINGS.recovery_ms if how == "database lost" else 0
+    cluster.crash(0, nodes=False, foreign_until_ms=until_ms)  # the removal is in the log
+    cluster.return_all()
+    assert cluster.keys() == []
+    assert not cluster.nodes["a"].sealed
+
+
+def test_f64_removal_of_all_reaches_what_comes_to_light_later() -> None:
+    cluster = Cluster("a")
+    kept = len(cluster.driver.log)
+    for key in (b"page/1", b"page/2", b"other"):
+        cluster.put(key)
+    cluster.crash(len(cluster.driver.log) - kept, nodes=False)
+    cluster.driver.apply(Remove("t", (), True, True, b"page/"))
+    cluster.return_all()
+    assert cluster.keys() == [b"other"]
+
+
+def test_f64_an_adopted_object_that_was_removed_is_not_adopted_again() -> None:
+    cluster = Cluster("a")
+    kept = len(cluster.driver.log)
+    cluster.put(b"k")
+    cluster.crash(len(cluster.driver.log) - kept)
+    assert cluster.keys() == [b"k"]
+    memory = dict(cluster.nodes["a"].sealed)
+    cluster.remove(b"k")
+    cluster.nodes["a"].sealed = memory  # the order to unseal was lost
+    cluster.crash(0)
+    assert cluster.keys() == []
+
+
+def test_f11_the_younger_of_two_nodes_is_right() -> None:
+    cluster = Cluster("a", "b")
+    cluster.put(b"k", preferred_nodes=("a",))
+    cluster.remove(b"k")
+    old = Name("t", b"k")
+    cluster.put(b"k", preferred_nodes=("b",))
+    a, b = cluster.nodes["a"], cluster.nodes["b"]
+    a.sealed[0] = (1000, 1 << 40, old, 0)  # was away when it was removed
+    (young,) = [each[1] for each in b.sealed.values()]
+    for order in ((a, b), (b, a)):
+        kept = dict(a.sealed), dict(b.sealed)
+        cluster.forget()
+        for node in order:
+            node.recover(cluster.driver, node.mount(cluster.driver))
+        located = cluster.driver.locate([b"k"])
+        assert located.status == b"\0"
+        assert len(located.placements) == PLACEMENT_ROW.size
+        assert young.to_bytes(8, "little") in located.placements
+        assert order[0] is a or not a.sealed  # (else once its readers' leases are over)
+        a.sealed, b.sealed = kept
+
+
+def test_a25_extents_written_over_others_displace_what_the_log_believes_there() -> None:
+    cluster = Cluster("a")
+    cluster.put(b"evicted")
+    kept = len(cluster.driver.log)
+    cluster.remove(b"evicted")
+    cluster.driver.pass_time(20_000)
+    cluster.put(b"new")  # in the same place
+    assert list(cluster.nodes["a"].sealed) == [0]
+    cluster.crash(len(cluster.driver.log) - kept)
+    assert cluster.keys() == [b"new"]
+
+
+def test_f40_a_new_process_on_the_same_memory_keeps_the_segment() -> None:
+    cluster = Cluster("a")
+    node = cluster.nodes["a"]
+    node.keeps = True
+    node.mount(cluster.driver)
+    for i in range(4):
+        cluster.put(b"k%d" % i)
+    node.incarnation = 2
+    torn = next(iter(node.sealed))
+    del node.sealed[torn]
+    node.recover(cluster.driver, node.mount(cluster.driver, warm=True))
+    assert cluster.keys() == [b"k1", b"k2", b"k3"]
+    cluster.put(b"k0")
+    check_invariants(cluster.driver.catalog)
+
+
+def test_f40_a_kept_segment_is_waited_for_and_then_forgotten() -> None:
+    cluster = Cluster("a", "b")
+    node = cluster.nodes["a"]
+    node.keeps = True
+    node.mount(cluster.driver)
+    cluster.put(b"k", preferred_nodes=("a",))
+    cluster.put(b"again", preferred_nodes=("a",))
+    applied = cluster.driver.apply(Unmount("a", 1, node.segment_id, returns=True))
+    assert applied.records == []
+    assert cluster.driver.exists([b"k", b"again"]) == [0, 0]
+    cluster.put(b"again", preferred_nodes=("b",))  # no obstacle: nobody can read the old one
+    node.incarnation = 2
+    node.recover(cluster.driver, node.mount(cluster.driver, warm=True))
+    assert cluster.driver.exists([b"k", b"again"]) == [1, 1]
+    assert len(cluster.driver.locate([b"again"]).placements) == PLACEMENT_ROW.size
+    cluster.driver.apply(Unmount("a", 2, node.segment_id, returns=True))
+    silent_ms = SETTINGS.dead_ms + SETTINGS.away_ms
+    b = cluster.nodes["b"]
+    for _ in range(silent_ms // 5_000 + 2):
+        cluster.driver.now_ms += 5_000
+        cluster.driver.apply(Heartbeat("b", 1, b.segment_id))
+        cluster.driver.pass_time(1, alive=False)
+    assert cluster.keys() == [b"again"]
+    node.incarnation = 3
+    node.recover(cluster.driver, node.mount(cluster.driver, warm=True))
+    assert not node.sealed  # another segment now
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_f64_a_history_cut_anywhere_loses_no_put_and_raises_no_dead(data: st.DataObject) -> None:
+    """Puts and removals over few keys; the master dies with any part of its unacknowledged tail;
+    acknowledged puts are there, acknowledged removals are not undone."""
+    cluster = Cluster("a", "b")
+    truth: dict[bytes, bool] = {}
+    durable = len(cluster.driver.log)
+    for _ in range(data.draw(st.integers(1, 25))):
+        key = b"k%d" % data.draw(st.integers(0, 4))
+        action = data.draw(st.sampled_from(["put", "put", "remove", "crash", "forget"]))
+        if action == "put" and not truth.get(key):
+            cluster.put(key, replica_count=data.draw(st.integers(1, 2)))
+            truth[key] = True
+        elif action == "remove":
+            cluster.remove(key)
+            truth[key] = False
+            durable = len(cluster.driver.log)
+        elif action == "crash":
+            cluster.crash(data.draw(st.integers(0, len(cluster.driver.log) - durable)))
+            durable = len(cluster.driver.log)
+        elif action == "forget":
+            cluster.forget()
+            cluster.return_all()
+            durable = len(cluster.driver.log)
+        assert cluster.keys() == sorted(key for key, there in truth.items() if there)
+    check_invariants(cluster.driver.catalog)
