@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from mooncake_py import errors
 from mooncake_py.errors import MooncakeError
 
@@ -43,3 +46,8 @@ _CODES: dict[type[MooncakeError], int] = {
 def code_of(error: MooncakeError) -> int:
     """Upstream's code for this error."""
     return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), INTERNAL_ERROR)
+
+
+def numbers(outcomes: Sequence[Any]) -> list[int]:
+    """Outcomes of a batch read: bytes, or upstream's codes."""
+    return [code_of(each) if isinstance(each, MooncakeError) else int(each) for each in outcomes]

@@ -323,7 +323,9 @@ class MooncakeDistributedStore:
         good = [i for i, target in enumerate(targets) if keys[i] and target]
 
         def read(client: StoreClient) -> list[int]:
-            return _numbers(client.get_batch([keys[i] for i in good], [targets[i] for i in good]))
+            return codes.numbers(
+                client.get_batch([keys[i] for i in good], [targets[i] for i in good])
+            )
 
         for i, code in zip(good, self._codes(read, len(good)), strict=True):
             out[i] = code
@@ -372,7 +374,8 @@ class MooncakeDistributedStore:
                 ranges.append((int(offset), int(size)))
                 owners.append(i)
         read = self._codes(
-            lambda client: _numbers(client.get_batch(names, targets, ranges=ranges)), len(names)
+            lambda client: codes.numbers(client.get_batch(names, targets, ranges=ranges)),
+            len(names),
         )
         for i, got in zip(owners, read, strict=True):
             out[i] = out[i] if out[i] < 0 else got if got < 0 else out[i] + got
@@ -485,12 +488,6 @@ class MooncakeDistributedStore:
         except MooncakeError as error:
             log.warning("%s", error)
             return [codes.code_of(error)] * count
-
-
-def _numbers(outcomes: Sequence[Any]) -> list[int]:
-    return [
-        codes.code_of(each) if isinstance(each, MooncakeError) else int(each) for each in outcomes
-    ]
 
 
 def _nbytes(value: Any) -> int:
