@@ -56,6 +56,10 @@ class Process:
             self._lines.put(line)
         self._lines.put(None)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def line(self, timeout_s: float) -> str:
         try:
             line = self._lines.get(timeout=timeout_s)
@@ -102,6 +106,7 @@ class Contender:
 
     def __init__(self, process: Process) -> None:
         self.name = process.name
+        self.pids = [process.pid]  # whose CPU time is this contender's; whoever starts it adds more
         self._process = process
 
     @classmethod
@@ -126,7 +131,14 @@ class Contender:
 
     def ask(self, do: str, **fields: object) -> dict[str, list[int]]:
         """Raises BenchError, with the contender's own words when it has some."""
+        self.say(do, **fields)
+        return self.answer()
+
+    def say(self, do: str, **fields: object) -> None:
+        """The first half of `ask`, so that several may work at once."""
         self._process.say(json.dumps({"do": do} | fields))
+
+    def answer(self) -> dict[str, list[int]]:
         reply = json.loads(self._process.line(ANSWER_S))
         if "error" in reply:
             raise BenchError(f"{self.name}: {reply['error']}")

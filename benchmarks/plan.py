@@ -11,10 +11,15 @@ KIB, MIB = 1 << 10, 1 << 20
 MEMORY, TCP, GRPC = "memcpy", "tcp stream", "grpc"
 SHM, OUR_TCP = "ours shm", "ours tcp"
 UP_TCP, UP_LOCAL, UP_DUMMY = "upstream tcp", "upstream local", "upstream dummy"
+REDIS, MEMCACHED = "redis", "memcached"
 LIMITS = (MEMORY, TCP, GRPC)
 OURS = (SHM, OUR_TCP)
 UPSTREAM = (UP_TCP, UP_LOCAL, UP_DUMMY)
+CACHES = (REDIS, MEMCACHED)
 LIMIT_OF = {SHM: MEMORY, OUR_TCP: TCP}
+
+P7_GAIN = 1.2  # eight client processes against one
+CROWD_CASES = (("get", MIB, 1), ("get", 64 * KIB, 128), ("put", MIB, 1))
 
 SETS_BYTES = 256 * MIB  # objects that a get goes round in, so that it does not read what is hot
 SETS_MAX = 8
@@ -52,6 +57,7 @@ class Effort:
     rounds: int
     budget_ms: int
     segment_bytes: int
+    crowd_cases: int = len(CROWD_CASES)  # so many of them
 
 
 def _cases(sizes: Sequence[int], batches: Sequence[tuple[int, int]], keys: Sequence[int]) -> list:
@@ -65,7 +71,7 @@ def _cases(sizes: Sequence[int], batches: Sequence[tuple[int, int]], keys: Seque
 _SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
 _BATCHES = ((128, 4 * KIB), (128, 64 * KIB), (128, MIB))
 EFFORTS = {
-    "tiny": Effort(_cases((4 * KIB, MIB), ((8, 4 * KIB),), (1, 16)), 1, 1, 64 * MIB),
+    "tiny": Effort(_cases((4 * KIB, MIB), ((8, 4 * KIB),), (1, 16)), 1, 1, 64 * MIB, 1),
     "small": Effort(_cases(_SIZES, _BATCHES, (1, 128, 1024)), 5, 120, 1024 * MIB),
     "full": Effort(_cases(_SIZES, _BATCHES, (1, 128, 1024)), 15, 1200, 1024 * MIB),
 }
@@ -92,7 +98,8 @@ def bars() -> list[Bar]:
             found += [Bar("P1", SHM, (UP_DUMMY,), case, 1.05)]
     for nbytes in (4 * KIB, 64 * KIB):
         get, put = Case("get", nbytes, 128), Case("put", nbytes, 128)
-        found += [Bar("P2", SHM, (UP_TCP,), get, 0.10), Bar("P2", SHM, UPSTREAM, get, 1.0)]
+        peers = (*UPSTREAM, *CACHES)
+        found += [Bar("P2", SHM, (UP_TCP,), get, 0.10), Bar("P2", SHM, peers, get, 1.0)]
         found += [Bar("P3", SHM, (UP_TCP,), put, 0.20), Bar("P3", SHM, (UP_LOCAL,), put, 1.0)]
     for case, ratio in (
         (Case("get", MIB), 0.6),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.plan import LIMIT_OF, OURS, Bar, Case, bars
+from benchmarks.clients import Crowd
+from benchmarks.plan import LIMIT_OF, OURS, P7_GAIN, Bar, Case, bars
 from benchmarks.run import Timing
 
 Found = dict[tuple[Case, str], Timing]
@@ -43,13 +45,39 @@ def _judge(bar: Bar, found: Found) -> dict[str, Any] | None:
     }
 
 
-def as_dict(timings: Sequence[Timing], notes: Sequence[str]) -> dict[str, Any]:
+def as_dict(
+    timings: Sequence[Timing], notes: Sequence[str], crowds: Sequence[Crowd] = ()
+) -> dict[str, Any]:
     found = index(timings)
     return {
         "notes": list(notes),
         "timings": [_row(timing, found) for timing in timings],
-        "bars": judged(found),
+        "bars": [*judged(found), *judged_crowds(crowds)],
+        "crowds": [asdict(crowd) | {"case": str(crowd.case)} for crowd in crowds],
     }
+
+
+def judged_crowds(crowds: Sequence[Crowd]) -> list[dict[str, Any]]:
+    """Bar P7: all processes together against one."""
+    found = []
+    for case in dict.fromkeys(crowd.case for crowd in crowds):
+        rates = {c.clients: c.gb_per_s for c in crowds if c.case == case and c.kind == "processes"}
+        most = max(rates)
+        ratio = rates[1] / rates[most]
+        found.append(
+            {
+                "bar": "P7",
+                "case": str(case),
+                "ours": f"{most} processes, GB/s",
+                "against": "one process, GB/s",
+                "ours_us": round(rates[most], 2),
+                "against_us": round(rates[1], 2),
+                "ratio": round(ratio, 3),
+                "limit": round(1 / P7_GAIN, 3),
+                "met": ratio <= 1 / P7_GAIN,
+            }
+        )
+    return found
 
 
 def _row(timing: Timing, found: Found) -> dict[str, Any]:
@@ -67,14 +95,22 @@ def _row(timing: Timing, found: Found) -> dict[str, Any]:
         "p50_us": round(timing.p50_us, 2),
         "p99_us": round(timing.percentile_us(0.99), 2),
         "gb_per_s": round(timing.gb_per_s, 3),
+        "cpu_us_per_call": round(timing.cpu_ns / 1000 / len(timing.ns), 1),
     }
+    if timing.case.total_bytes:
+        row["cpu_s_per_gb"] = round(timing.cpu_s_per_gb, 3)
     limit = found.get((timing.case, LIMIT_OF.get(timing.contender, "")))
     if limit is not None:
         row["times_limit"] = round(timing.p50_us / limit.p50_us, 2)
     return row
 
 
-def render(timings: Sequence[Timing], notes: Sequence[str], console: Console) -> None:
+def render(
+    timings: Sequence[Timing],
+    notes: Sequence[str],
+    console: Console,
+    crowds: Sequence[Crowd] = (),
+) -> None:
     found = index(timings)
     names = list(dict.fromkeys(timing.contender for timing in timings))
     cases = list(dict.fromkeys(timing.case for timing in timings))
@@ -82,7 +118,11 @@ def render(timings: Sequence[Timing], notes: Sequence[str], console: Console) ->
     for name in OURS:
         if any(timing.contender == name for timing in found.values()):
             console.print(_detail(found, name, cases))
-    verdicts = judged(found)
+    if timings:
+        console.print(_cpu(found, names, cases))
+    if crowds:
+        console.print(_crowds(crowds))
+    verdicts = [*judged(found), *judged_crowds(crowds)]
     if verdicts:
         console.print(_verdicts(verdicts))
     for timing in timings:
@@ -100,6 +140,29 @@ def _overview(found: Found, names: Sequence[str], cases: Sequence[Case]) -> Tabl
     for case in cases:
         cells = [found.get((case, name)) for name in names]
         table.add_row(str(case), *("" if t is None else _us(t.p50_us) for t in cells))
+    return table
+
+
+def _cpu(found: Found, names: Sequence[str], cases: Sequence[Case]) -> Table:
+    table = Table(title="CPU seconds per 10^9 bytes, all its processes; puts with removals")
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    for case in cases:
+        if case.total_bytes:
+            cells = [found.get((case, name)) for name in names]
+            table.add_row(str(case), *("" if t is None else f"{t.cpu_s_per_gb:.2f}" for t in cells))
+    return table
+
+
+def _crowds(crowds: Sequence[Crowd]) -> Table:
+    table = Table(title="several clients together, GB/s (puts with the removals between them)")
+    counts = sorted({crowd.clients for crowd in crowds})
+    for column in ("", "as", *map(str, counts)):
+        table.add_column(column, justify="right" if column.isdigit() else "left")
+    for case, kind in dict.fromkeys((crowd.case, crowd.kind) for crowd in crowds):
+        rates = {c.clients: c.gb_per_s for c in crowds if c.case == case and c.kind == kind}
+        table.add_row(str(case), kind, *(f"{rates[n]:.2f}" if n in rates else "" for n in counts))
     return table
 
 

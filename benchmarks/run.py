@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.cpu import cpu_ns
 from benchmarks.peer import BenchError, Contender
 from benchmarks.plan import GRPC, MEMORY, Case, Effort
 
@@ -22,6 +23,7 @@ class Timing:
     case: Case
     contender: str
     ns: list[int] = field(default_factory=list)
+    cpu_ns: int = 0  # of all its processes in that time; of puts with the removals between them
     failure: str = ""
 
     def percentile_us(self, ratio: float) -> float:
@@ -31,6 +33,11 @@ class Timing:
     @property
     def p50_us(self) -> float:
         return self.percentile_us(0.5)
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """CPU seconds a 10^9 bytes of payload."""
+        return self.cpu_ns / max(1, self.case.total_bytes * len(self.ns))
 
     @property
     def gb_per_s(self) -> float:
@@ -74,8 +81,10 @@ def run_case(case: Case, contenders: Sequence[Contender], effort: Effort) -> lis
         repeats[contender.name] = max(1, min(_REPEAT_MAX, turn_ns // max(1, once_ns)))
 
     def turn(contender: Contender) -> None:
+        before = cpu_ns(contender.pids)
         reply = contender.ask("run", **fields, repeat=repeats[contender.name])
         timings[contender.name].ns += reply["ns"]
+        timings[contender.name].cpu_ns += cpu_ns(contender.pids) - before
 
     def tidy(contender: Contender) -> None:
         if case.verb != "put":

@@ -61,10 +61,17 @@ class Upstream:
 
     def start(self, name: str, batch_bytes: int, segment_bytes: int) -> Contender:
         """Raises BenchError."""
+        self._pids: list[int] = []
+        contender = self._start(name, batch_bytes, segment_bytes)
+        contender.pids += self._pids
+        return contender
+
+    def _start(self, name: str, batch_bytes: int, segment_bytes: int) -> Contender:
         master = self._master(name)
         settings = {"master": master, "host": HOST, "segment_bytes": 0, "dummy": ""}
         if name == UP_TCP:
-            self._worker("upstream storage", settings | {"segment_bytes": segment_bytes}, 4096)
+            storage = settings | {"segment_bytes": segment_bytes}
+            self._pids += self._worker("upstream storage", storage, 4096).pids
         elif name == UP_LOCAL:
             settings["segment_bytes"] = segment_bytes
         elif name == UP_DUMMY:
@@ -82,6 +89,7 @@ class Upstream:
         process = Process(name, command, self._folder)
         self._stack.callback(process.stop)
         _wait_listening(process, port)
+        self._pids.append(process.pid)
         return process
 
     def _master(self, name: str) -> str:

@@ -1,7 +1,8 @@
 """The loop of one contender: commands come in as JSON lines, timings go out.
 
-    {"do": "fill", "tag": t, "nbytes": n, "count": c, "sets": s}
-    {"do": "run", "verb": "get"|"put"|"exists", ... the same fields, "repeat": r}  -> {"ns": [...]}
+    {"do": "fill", "tag": t, "nbytes": n, "count": c, "sets": s, "owner": o}
+    {"do": "run", "verb": "get"|"put"|"exists", ... the same fields, "repeat": r, "threads": t}
+                                                                                 -> {"ns": [...]}
     {"do": "drop", ... the same fields}
     {"do": "quit"}
 
@@ -19,10 +20,11 @@ import json
 import mmap
 import os
 import sys
+import threading
 import time
 from typing import Any
 
-KEY = "bench-{tag}-{set:04d}-{index:06d}-{salt:08x}-0123456789abcdef0123456789abcdef"
+KEY = "bench-{tag}-{owner:02d}-{set:04d}-{index:06d}-{salt:08x}-0123456789abcdef0123456789abcdef"
 
 
 def plain_memory(nbytes: int) -> memoryview:
@@ -51,9 +53,13 @@ class Arena:
 class Batch:
     """`count` objects of `nbytes`, with everything prepared that an engine has at hand too."""
 
-    def __init__(self, arena: Arena, keys: list[str], nbytes: int, *, reading: bool) -> None:
+    def __init__(
+        self, arena: Arena, keys: list[str], nbytes: int, *, reading: bool, place: int = 0
+    ) -> None:
+        """`place`: batches of different places lie apart, for threads."""
         memory = arena.target if reading else arena.source
-        start = address_of(memory)
+        memory = memory[place * nbytes * len(keys) :]
+        start = address_of(memory) if nbytes else 0
         self.keys = keys
         self.nbytes = nbytes
         self.count = len(keys)
@@ -67,17 +73,18 @@ class Loop:
     def __init__(self, store: Any, arena: Arena) -> None:
         self._store = store
         self._arena = arena
+        self._lock = threading.Lock()
         self._salt = 0
         self._turn = 0
         self._checked: set[str] = set()
 
-    def _batch(self, command: dict, number: int, *, salt: int = 0, reading: bool = False) -> Batch:
-        keys = [
-            KEY.format(tag=command["tag"], set=number, index=i, salt=salt)
-            for i in range(command["count"])
-        ]
+    def _batch(
+        self, command: dict, number: int, *, salt: int = 0, reading: bool = False, place: int = 0
+    ) -> Batch:
+        fields = {"tag": command["tag"], "owner": command.get("owner", 0), "set": number}
+        keys = [KEY.format(**fields, index=i, salt=salt) for i in range(command["count"])]
         nbytes = 0 if command.get("verb") == "exists" else command["nbytes"]
-        return Batch(self._arena, keys, nbytes, reading=reading)
+        return Batch(self._arena, keys, nbytes, reading=reading, place=place)
 
     def fill(self, command: dict) -> dict:
         for number in range(command["sets"]):
@@ -90,23 +97,43 @@ class Loop:
         return {}
 
     def run(self, command: dict) -> dict:
-        verb = command["verb"]
-        return {"ns": self._put(command) if verb == "put" else self._read(verb, command)}
+        count = command.get("threads", 1)
+        if count == 1:
+            return {"ns": self._run(command, 0)}
+        found: list[list[int]] = []
+        threads = [
+            threading.Thread(target=lambda place=i: found.append(self._run(command, place)))
+            for i in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(found) != count:
+            raise RuntimeError("a thread failed; the log says why")
+        return {"ns": [each for one in found for each in one]}
 
-    def _put(self, command: dict) -> list[int]:
+    def _run(self, command: dict, place: int) -> list[int]:
+        verb = command["verb"]
+        return self._put(command, place) if verb == "put" else self._read(verb, command, place)
+
+    def _put(self, command: dict, place: int) -> list[int]:
         """Every put is of new keys; they are removed before the next, outside the time."""
         ns = []
         for _ in range(command["repeat"]):
-            self._salt += 1
-            batch = self._batch(command, 0, salt=self._salt)
+            with self._lock:
+                self._salt += 1
+                salt = self._salt
+            batch = self._batch(command, 0, salt=salt, place=place)
             start = time.perf_counter_ns()
             self._store.put(batch)
             ns.append(time.perf_counter_ns() - start)
             self._store.remove(batch)
         return ns
 
-    def _read(self, verb: str, command: dict) -> list[int]:
-        batches = [self._batch(command, s, reading=True) for s in range(command["sets"])]
+    def _read(self, verb: str, command: dict, place: int) -> list[int]:
+        sets = range(command["sets"])
+        batches = [self._batch(command, s, reading=True, place=place) for s in sets]
         operation = getattr(self._store, verb)
         if verb == "get" and command["tag"] not in self._checked:
             self._check(batches)

@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.clients import Crowd
 from benchmarks.plan import (
+    CACHES,
     EFFORTS,
     GRPC,
     MEMORY,
@@ -59,9 +62,18 @@ def test_the_limits_of_the_machine_are_measured(tmp_path: Path) -> None:
 
 
 def test_our_own_client_is_measured_over_both_transports(tmp_path: Path) -> None:
-    ended = run_benchmarks(tmp_path / "found.json")
+    picture = tmp_path / "found.svg"
+    ended = run_benchmarks(tmp_path / "found.json", "--picture", str(picture))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "found.json").read_text())
+    drawn = ElementTree.fromstring(picture.read_text())
+    titles = [each.text or "" for each in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert len([each for each in titles if each.startswith(SHM)]) == len(EFFORTS["tiny"].cases)
+    for name in CACHES:
+        here = any(row["contender"] == name for row in found["timings"])
+        assert here or any(f"{name} skipped" in note for note in found["notes"])
+    assert {row["kind"] for row in found["crowds"]} == {"processes", "threads"}
+    assert all(row["cpu_us_per_call"] >= 0 for row in found["timings"])
     ours = {(r["case"], r["contender"]) for r in found["timings"] if r["contender"] in OURS}
     assert ours == {(str(case), name) for case in EFFORTS["tiny"].cases for name in OURS}
     assert all(row["times_limit"] > 0 for row in found["timings"] if row["contender"] == OUR_TCP)
@@ -98,6 +110,19 @@ def test_bars_compare_medians_of_one_run(ours: float, met: bool) -> None:
     )
     verdicts = {tuple(row["against"].split()): row["met"] for row in found["bars"]}
     assert verdicts == {("upstream", "dummy"): met, ("upstream", "tcp"): True}
+
+
+@pytest.mark.parametrize(("together", "met"), [(1.19, False), (1.21, True)])
+def test_many_clients_are_held_against_one(together: float, met: bool) -> None:
+    case = Case("get", 1 << 20)
+    crowds = [
+        Crowd(SHM, case, kind, clients, rate, 0.0)
+        for kind, clients, rate in (
+            ("processes", 1, 1.0), ("processes", 8, together), ("threads", 8, 9.0),
+        )
+    ]  # fmt: skip
+    (row,) = as_dict([], [], crowds)["bars"]
+    assert (row["bar"], row["met"]) == ("P7", met)
 
 
 def test_every_bar_is_about_a_case_that_is_run() -> None:
