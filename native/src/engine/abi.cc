@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include <sys/mman.h>
+#include <time.h>
 
 #include "engine/engine.h"
 
@@ -21,6 +22,7 @@ namespace {
 std::atomic<uint32_t> fork_generation{0};
 const int fork_watch = pthread_atfork(nullptr, nullptr, [] { ++fork_generation; });
 
+constexpr int kShutdownTries = 1000;
 constexpr const char* kForked =
     "this engine was opened before fork(); open a new one in the child process";
 
@@ -136,12 +138,20 @@ int32_t mc_engine_open(const mc_engine_options* options, mc_engine** out) try {
 }
 
 void mc_engine_shutdown(mc_engine* engine) {
-  if (engine != nullptr && engine->generation == fork_generation) engine->core->shutdown();
+  if (engine == nullptr || engine->generation != fork_generation) return;
+  for (int i = 0; i < kShutdownTries; ++i) {
+    try {
+      return engine->core->shutdown();
+    } catch (const std::bad_alloc&) {
+      const timespec pause{0, 1'000'000};  // for a few pointers; others give back what they can
+      nanosleep(&pause, nullptr);
+    }
+  }
 }
 
 void mc_engine_close(mc_engine* engine) {
   if (engine == nullptr || engine->generation != fork_generation) return;
-  engine->core->shutdown();
+  mc_engine_shutdown(engine);
   delete engine;
 }
 

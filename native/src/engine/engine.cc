@@ -20,6 +20,16 @@ constexpr uint64_t kWindowMin = 64 << 10, kWindowMax = 1 << 20;
 constexpr uint64_t kOutsideMs = 1'000;  // a peer's copy that runs ends in microseconds
 constexpr uint64_t kLeaveMs = 10'000;  // a caller that does not leave by then is our bug
 
+// Ends come to their end also when there is no memory for a moment.
+template <typename Use>
+void without_memory_too(Use use) {
+  try {
+    use();
+  } catch (const std::bad_alloc&) {
+    // Sockets are closed, and their peers dropped, with the engine.
+  }
+}
+
 std::mutex registry_mutex;
 std::map<Token, std::weak_ptr<Engine>> registry;
 
@@ -124,11 +134,11 @@ void Engine::shutdown() {
   {
     const std::lock_guard lock(mutex_);
     if (closing_) return;
-    closing_ = true;
     for (const auto& [id, peer] : peers_) peers.push_back(peer);
     for (const auto& [raw, weak] : batches_) {
       batches.emplace_back(weak.first.lock(), weak.second.lock());
     }
+    closing_ = true;  // what may fail for want of memory came before: it can be called again
   }
   {
     const std::lock_guard lock(registry_mutex);
@@ -140,9 +150,10 @@ void Engine::shutdown() {
   for (const auto& listener : listeners_) listener->close();
   queue_.close();
   for (const auto& [batch, endpoint] : batches) {
-    if (batch && endpoint) endpoint->cancel(batch, why.status, why.reason.c_str());
+    if (!batch || !endpoint) continue;
+    without_memory_too([&] { endpoint->cancel(batch, why.status, why.reason.c_str()); });
   }
-  for (const auto& peer : peers) peer->endpoint->close(why);
+  for (const auto& peer : peers) without_memory_too([&] { peer->endpoint->close(why); });
   {
     std::unique_lock lock(mutex_);
     calls_left_.wait_for(lock, std::chrono::milliseconds(kLeaveMs), [this] { return calls_ == 0; });
@@ -163,7 +174,8 @@ void Engine::shutdown() {
       if (peers_.empty()) break;
       late = peers_.begin()->second;
     }
-    late->endpoint->close(why);
+    without_memory_too([&] { late->endpoint->close(why); });
+    lost(*late->endpoint, why);  // whatever became of that
   }
   listeners_.clear();
 }
@@ -211,7 +223,11 @@ void Engine::lost(Endpoint& endpoint, const Failure& why) {
     if (by_address != peer_by_address_.end() && by_address->second == peer->id) {
       peer_by_address_.erase(by_address);
     }
-    lost_.emplace_back(peer->id, why);
+    try {
+      lost_.emplace_back(peer->id, why);
+    } catch (const std::bad_alloc&) {
+      // The words are lost, too.
+    }
     if (lost_.size() > kLostMax) lost_.pop_front();
   }
   peer->requests.fail_all(why);
@@ -224,7 +240,10 @@ int32_t Engine::close_peer(uint64_t id) {
   }
   {
     const std::lock_guard lock(mutex_);
-    if (--peer->opened_count > 0) return MC_OK;
+    if (peer->opened_count > 1) {
+      --peer->opened_count;
+      return MC_OK;
+    }
   }
   peer->endpoint->close({MC_E_CANCELLED, "the peer was closed here"});
   return MC_OK;

@@ -1,6 +1,7 @@
 #include "engine/messages.h"
 
 #include <algorithm>
+#include <new>
 
 namespace mc {
 
@@ -123,10 +124,18 @@ void RequestTable::reply(uint64_t correlation, Bytes bytes, uint32_t nbytes) {
 }
 
 void RequestTable::fail_all(const Failure& why) {
+  const auto tell = [&why](Failure* out) {
+    out->status = why.status;
+    try {
+      out->reason = why.reason;
+    } catch (const std::bad_alloc&) {
+      out->reason.clear();  // nobody waits for ever for want of words
+    }
+  };
   const std::lock_guard lock(mutex_);
-  failed_ = why;
+  tell(&failed_);
   for (const auto& [correlation, waiter] : waiters_) {
-    waiter->failure = why;
+    tell(&waiter->failure);
     waiter->done.set();
   }
   waiters_.clear();

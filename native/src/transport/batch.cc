@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 
 #include "base/crc.h"
 
@@ -72,7 +73,12 @@ void Batch::part_done(const Part& part, int32_t status, uint32_t crc, const char
   if (status != MC_OK) {
     if (progress.status == MC_OK && (failure_.status == MC_OK || part.slice < failed_slice_)) {
       failed_slice_ = part.slice;
-      failure_ = {status, "slice " + std::to_string(part.slice) + ": " + reason};
+      failure_.status = status;
+      try {
+        failure_.reason = "slice " + std::to_string(part.slice) + ": " + reason;
+      } catch (const std::bad_alloc&) {
+        failure_.reason.clear();  // the batch ends all the same
+      }
     }
     if (progress.status == MC_OK) progress.status = status;
   } else if (part.crc) {
@@ -115,7 +121,12 @@ void Batch::finish(int32_t status, const char* reason) {
     if (progress_[i].complete) continue;
     if (failure_.status == MC_OK || i < failed_slice_) {
       failed_slice_ = i;
-      failure_ = {status, reason};
+      failure_.status = status;
+      try {
+        failure_.reason = reason;
+      } catch (const std::bad_alloc&) {
+        failure_.reason.clear();
+      }
     }
     complete_locked(i, status);
   }

@@ -7,9 +7,9 @@
 // Cursor: next_part() hands out the parts in order, so that a transport keeps as many in flight as
 // it likes; a fenced slice is handed out only when all slices before it have completed.
 //
-// Writing into local memory: a transport that copies by itself enters copying() for each piece of
-// work. stop() makes later copying() fail and waits for the running ones. Transports with other
-// ways of writing (a socket's reader) detach in Endpoint::cancel.
+// Writing into local memory: a transport that copies by itself holds a Copying for each piece of
+// work. stop() makes later ones fail and waits for those that are held. Transports with other ways
+// of writing (a socket's reader) detach in Endpoint::cancel.
 #pragma once
 
 #include <atomic>
@@ -57,8 +57,6 @@ class Batch {
   // nobody writes into local memory for this batch any more.
   void finish(int32_t status, const char* reason);
 
-  bool copying();  // true: call copied() after the copy
-  void copied();
   void stop();
   bool stopped() const { return stopped_.load(std::memory_order_acquire); }
 
@@ -80,6 +78,9 @@ class Batch {
     int32_t status = MC_OK;
     std::vector<PartCrc> crcs;  // of a slice in several parts
   };
+  friend class Copying;
+  bool copying();
+  void copied();
   void complete_locked(uint64_t i, int32_t status);
   void join_crcs_locked(uint64_t i);
 
@@ -98,6 +99,24 @@ class Batch {
   uint64_t failed_slice_ = 0;
   Failure failure_;  // of the lowest failed slice
   Fd event_fd_;
+};
+
+// A copy into or from local memory of the batch that runs. False: the batch was stopped, and whoever
+// stopped it finishes it.
+class Copying {
+ public:
+  explicit Copying(Batch& batch) : batch_(batch.copying() ? &batch : nullptr) {}
+  ~Copying() { end(); }
+  Copying(const Copying&) = delete;
+  Copying& operator=(const Copying&) = delete;
+  explicit operator bool() const { return batch_ != nullptr; }
+  void end() {
+    if (batch_ != nullptr) batch_->copied();
+    batch_ = nullptr;
+  }
+
+ private:
+  Batch* batch_;
 };
 
 }  // namespace mc

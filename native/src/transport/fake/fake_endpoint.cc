@@ -82,12 +82,12 @@ void FakeEndpoint::issue_write(Connection& lane, const std::shared_ptr<Batch>& b
 void FakeEndpoint::part_over(const std::shared_ptr<Batch>& batch, const Part& part, int32_t status,
                              uint32_t crc) {
   const Fate fate = throw_dice();
-  if (fate.corrupt && status == MC_OK && part.op == MC_OP_READ && part.length > 0 &&
-      batch->copying()) {
-    auto* bytes = reinterpret_cast<uint8_t*>(part.local);
-    flip(bytes, part.length, fate.bit);
-    crc = mc_crc32c(bytes, part.length, 0);
-    batch->copied();
+  if (fate.corrupt && status == MC_OK && part.op == MC_OP_READ && part.length > 0) {
+    if (const Copying copying(*batch); copying) {
+      auto* bytes = reinterpret_cast<uint8_t*>(part.local);
+      flip(bytes, part.length, fate.bit);
+      crc = mc_crc32c(bytes, part.length, 0);
+    }
   }
   if (fate.delay_us == 0) return StreamEndpoint::part_over(batch, part, status, crc);
   const auto self = std::static_pointer_cast<FakeEndpoint>(shared_from_this());

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "base/crc.h"
 #include "transport/copy.h"
@@ -66,10 +67,11 @@ void LocalEndpoint::run(const std::shared_ptr<Batch>& batch) {
       batch->finish(MC_E_TIMEOUT, "the deadline passed during the copy");
       return;
     }
-    if (!batch->copying()) return;  // stopped: whoever did that finishes it
+    Copying copying(*batch);
+    if (!copying) return;
     uint32_t crc = 0;
     const int32_t status = move(part, &crc);
-    batch->copied();
+    copying.end();
     batch->part_done(part, status, crc, status == MC_OK ? "" : last_error());
     if (status != MC_OK && closed_) return batch->finish(status, last_error());
   }
@@ -179,10 +181,14 @@ void LocalEndpoint::close(const Failure& why) {
     const std::unique_lock lock(link_->mutex_);
     far = link_->ends_[other()].lock();
     Host* far_host = link_->hosts_[other()];
-    if (far_host != nullptr && far) {
-      far_host->loop().post([far, gone = gone_locked()] { far->close(gone); });
+    try {
+      if (far_host != nullptr && far) {
+        far_host->loop().post([far, gone = gone_locked()] { far->close(gone); });
+      }
+      why_ = why;
+    } catch (const std::bad_alloc&) {
+      // The other side notices at its next use.
     }
-    why_ = why;
     link_->hosts_[side_] = nullptr;
   }
   own_.lost(*this, why);

@@ -150,7 +150,8 @@ void ShmEndpoint::run(const std::shared_ptr<Batch>& batch, const Regions& region
 bool ShmEndpoint::copy_group(const std::shared_ptr<Batch>& batch, const Regions& regions,
                              const std::vector<Part>& group) {
   if (group.empty()) return true;
-  if (!batch->copying()) return false;  // whoever stopped it finishes it
+  Copying copying(*batch);
+  if (!copying) return false;
   std::vector<Result> results(group.size());
   std::map<uint32_t, Pin> pins;
   std::vector<size_t> by_process;  // parts that process_vm_readv brings, all in one call
@@ -168,7 +169,7 @@ bool ShmEndpoint::copy_group(const std::shared_ptr<Batch>& batch, const Regions&
   if (!by_process.empty()) copy_by_process(regions, group, by_process, &results);
   pins.clear();
   const bool lives = process_lives();  // else another process may have been read
-  batch->copied();
+  copying.end();
   for (size_t i = 0; i < group.size(); ++i) {
     if (!lives) batch->part_done(group[i], MC_E_PEER_UNREACHABLE, 0, "the peer's process ended");
     else batch->part_done(group[i], results[i].status, results[i].crc, kRefused);

@@ -37,8 +37,8 @@ int32_t Connection::start(const std::shared_ptr<StreamEndpoint>& owner) {
 void Connection::close() {
   if (closed_.exchange(true)) return;
   loop_.remove(*this, fd_.get());
-  out_.close();
   ::shutdown(fd_.get(), SHUT_RDWR);
+  out_.close();
 }
 
 void Connection::update_interest() {

@@ -53,13 +53,19 @@ int32_t OutQueue::send(const FrameHead& head, const void* bytes, Room room, Dead
   frame.borrowed = true;
   frame.passed = std::move(passed);
   if (head.nbytes > 0) frame.body.push_back({const_cast<void*>(bytes), head.nbytes});
-  if (is_answer(head)) ++answers_;
   Frames& queue = is_message ? messages_ : urgent_;
   queue.push_back(std::move(frame));
-  if (!full_) pump_locked();
-  // What did not go out needs memory of its own: it is the last of its kind, here or there.
+  if (is_answer(head)) ++answers_;
   bool kept = true;
-  if (!queue.empty()) {
+  try {
+    if (!full_) pump_locked();
+  } catch (const std::bad_alloc&) {
+    kept = false;  // half-way, with the caller's bytes in a queue
+  }
+  // What did not go out needs memory of its own: it is the last of its kind, here or there.
+  if (!kept) {
+    // Too late for this connection.
+  } else if (!queue.empty()) {
     kept = own_rest_locked(queue.back());
   } else {
     const auto left = std::find_if(sending_.rbegin(), sending_.rend(),
@@ -101,8 +107,8 @@ void OutQueue::give_up_locked() {
 void OutQueue::queue(const FrameHead& head) {
   const std::lock_guard lock(mutex_);
   if (closed_) return;
-  if (is_answer(head)) ++answers_;
   urgent_.emplace_back().head = head;
+  if (is_answer(head)) ++answers_;
 }
 
 void OutQueue::answer(const FrameHead& head, const std::shared_ptr<Region>& region,
@@ -155,11 +161,11 @@ void OutQueue::fill_locked() {
   while (sending_bytes_ < kSendingMax && sending_.size() < kIovMax) {
     Frames* from = next_locked();
     if (from == nullptr) return;
-    Frame& frame = from->front();
+    sending_.push_back(std::move(from->front()));
+    from->pop_front();
+    const Frame& frame = sending_.back();
     if (frame.is_message()) credit_ -= static_cast<int64_t>(message_cost(frame.head.nbytes));
     sending_bytes_ += frame.left();
-    sending_.push_back(std::move(frame));
-    from->pop_front();
   }
 }
 
@@ -271,14 +277,10 @@ void OutQueue::forget_batch(const Batch& batch) {
 }
 
 void OutQueue::close() {
-  Frames dropped[4];
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
-    dropped[0].swap(sending_);
-    dropped[1].swap(urgent_);
-    dropped[2].swap(data_);
-    dropped[3].swap(messages_);
+    for (Frames* frames : {&sending_, &urgent_, &messages_, &data_}) frames->clear();
     copied_bytes_[0] = copied_bytes_[1] = sending_bytes_ = 0;
     answers_ = 0;
   }

@@ -27,8 +27,10 @@ class PartTable {
     const std::lock_guard lock(mutex_);
     if (closed_ || batch->stopped()) return 0;
     if (free_.empty()) {
-      free_.push_back(static_cast<uint32_t>(entries_.size()));
+      // Room for all of them first, so that giving one back never needs memory.
+      if (free_.capacity() <= entries_.size()) free_.reserve(2 * entries_.size() + 16);
       entries_.emplace_back();
+      free_.push_back(static_cast<uint32_t>(entries_.size() - 1));
     }
     const uint32_t index = free_.back();
     free_.pop_back();
@@ -73,15 +75,14 @@ class PartTable {
     return tags;
   }
 
-  std::vector<std::pair<std::shared_ptr<Batch>, Part>> close() {
+  // All entries; those with a batch were not answered. Needs no memory: ends must always work.
+  std::vector<Entry> close() {
+    std::vector<Entry> left;
     const std::lock_guard lock(mutex_);
     closed_ = true;
-    std::vector<std::pair<std::shared_ptr<Batch>, Part>> left;
-    for (uint32_t i = 0; i < entries_.size(); ++i) {
-      if (!entries_[i].batch) continue;
-      left.emplace_back(std::move(entries_[i].batch), entries_[i].part);
-      release_locked(i);
-    }
+    left.swap(entries_);
+    free_.clear();
+    used_ = 0;
     return left;
   }
 

@@ -1,6 +1,7 @@
 #include "transport/stream/stream_endpoint.h"
 
 #include <algorithm>
+#include <new>
 
 namespace mc {
 namespace {
@@ -280,27 +281,36 @@ void StreamEndpoint::close(const Failure& why) {
   {
     const std::lock_guard lock(lanes_mutex_);
     if (closed_) return;
+    closing = lanes_;  // what may fail for want of memory comes first; then it can be done again
     why_ = why;
     closed_ = true;
-    closing = lanes_;
   }
   const auto self = shared_from_this();  // the engine may let go of it in lost()
+  try {
+    end_all(closing, why);
+  } catch (const std::bad_alloc&) {
+    // What was not ended ends at its deadline.
+  }
+  host_.lost(*this, why);
+}
+
+void StreamEndpoint::end_all(const Lanes& closing, const Failure& why) {
+  for (const auto& lane : closing) {
+    lane->close();
+    for (const PartTable::Entry& entry : lane->parts().close()) {
+      if (!entry.batch) continue;
+      --in_flight_;
+      entry.batch->part_done(entry.part, why.status, 0, why.reason.c_str());
+    }
+  }
   std::deque<std::shared_ptr<Batch>> waiting;
   {
     const std::lock_guard lock(issue_mutex_);
     waiting.swap(waiting_);
     waiting_count_ = 0;
   }
-  for (const auto& lane : closing) {
-    lane->close();
-    for (const auto& [batch, part] : lane->parts().close()) {
-      --in_flight_;
-      batch->part_done(part, why.status, 0, why.reason.c_str());
-    }
-  }
   for (const auto& batch : waiting) batch->finish(why.status, why.reason.c_str());
   closed(why);
-  host_.lost(*this, why);
 }
 
 void StreamEndpoint::closed(const Failure&) {}

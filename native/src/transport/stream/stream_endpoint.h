@@ -72,6 +72,7 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
  private:
   using Lanes = std::vector<std::shared_ptr<Connection>>;
   Lanes lanes() const;
+  void end_all(const Lanes& closing, const Failure& why);
   bool issue_batch(const std::shared_ptr<Batch>& batch, const Lanes& lanes,
                    std::vector<std::vector<ReadEntry>>* reads);
   static void call_off(Connection& lane, std::span<const uint64_t> tags);
