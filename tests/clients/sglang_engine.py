@@ -60,7 +60,11 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         """Only there because unittest asks for it."""
 
     def attach(
-        self, config: dict[str, Any], rank: tuple[int, int] = (0, 1), **arguments: Any
+        self,
+        config: dict[str, Any],
+        rank: tuple[int, int] = (0, 1),
+        backend: str = "dynamic",
+        **arguments: Any,
     ) -> Engine:
         """rank: (this one, of how many); there are no others, so nothing is agreed with them."""
         here = {f"{kind}_rank": rank[0] for kind in ("tp", "attn_tp", "moe_tp")}
@@ -76,7 +80,7 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         server = ServerArgs(
             model_path="dummy",
             page_size=self.cfg.page_size,
-            hicache_storage_backend="dynamic",
+            hicache_storage_backend=backend,
             hicache_storage_backend_extra_config=json.dumps(config),
             **options,
         )
