@@ -18,13 +18,17 @@ TENANT_MAX_BYTES = 128
 BATCH_MAX_KEYS = 4096  # a call; clients split larger batches by themselves
 OBJECT_MAX_BYTES = 1 << 40
 
+PART_MARK = b"\xff"  # begins the keys of parts of striped objects; no key of a caller begins so
+
 EXTENT_HEADER_BYTES = 64
 EXTENT_ALIGN_BYTES = 64
 
-# key_index, segment_index, offset, length, generation, expires_ms, digest, reserved
+# key_index, segment_index, offset, length, generation, expires_ms, digest, tag (the group, or 0)
 EXTENT_ROW = struct.Struct("<IIQQQQ16sQ")
 # key_index, segment_index, offset, length, generation
 PLACEMENT_ROW = struct.Struct("<IIQQQ")
+# a PLACEMENT_ROW, then where in the object its payload begins
+PART_ROW = struct.Struct("<IIQQQQ")
 # an EXTENT_ROW, then of the source: segment_index, reserved, offset, generation
 COPY_ROW = struct.Struct("<IIQQQQ16sQIIQQ")
 # task, code, reserved

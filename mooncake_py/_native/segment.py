@@ -102,8 +102,8 @@ class OwnedSegment:
     ) -> None:
         """Between begin and seal: row i's object is called `common` and then its key, the part of
         `keys` up to `ends[i]` (u64). A key whose digest under `secret` (16 bytes) is not the row's
-        gets the status of AccessRefused."""
-        if len(ends) != len(rows) or len(secret) != 16:
+        gets the status of AccessRefused; without a secret (b"") all are believed."""
+        if len(ends) != len(rows) or len(secret) not in (0, 16):
             raise UsageError("one end a row, and a secret of 16 bytes", rows=len(rows))
         lib.mc_segment_name(
             self._live(),
@@ -114,7 +114,7 @@ class OwnedSegment:
             ffi.from_buffer("uint8_t[]", keys),
             len(keys),
             ffi.from_buffer("uint64_t[]", ends),
-            ffi.from_buffer("uint8_t[]", secret),
+            ffi.from_buffer("uint8_t[]", secret) if secret else ffi.NULL,
             _i32(statuses, rows),
         )
 

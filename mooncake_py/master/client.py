@@ -17,7 +17,7 @@ from mooncake_py.clock import Deadline
 from mooncake_py.master import commands as c
 from mooncake_py.master.link import MasterLink
 from mooncake_py.model import ReplicaPolicy
-from mooncake_py.wire import answers, lane, reserved
+from mooncake_py.wire import answers, lane, moves, reserved
 from mooncake_py.wire.answers import (
     Beat,
     ClusterInfo,
@@ -28,7 +28,6 @@ from mooncake_py.wire.answers import (
     Removed,
     Segment,
     Status,
-    TaskBatch,
 )
 from mooncake_py.wire.inventory import (
     Inventoried,
@@ -38,6 +37,7 @@ from mooncake_py.wire.inventory import (
     inventory_request,
     mounted,
 )
+from mooncake_py.wire.moves import TaskBatch
 from mooncake_py.wire.reserved import Reservations
 
 __all__ = [
@@ -242,8 +242,8 @@ class MasterClient(MasterLink):
     def tasks(self, tasks: c.Tasks, *, timeout_ms: int) -> TaskBatch:
         """Report tasks and fetch others. Not `known`: mount again."""
         deadline = Deadline(timeout_ms, self._clock)
-        request = answers.tasks_request(tasks)
-        return answers.task_batch(self._call(lane.TASKS, request, deadline, check=False))
+        request = moves.tasks_request(tasks)
+        return moves.task_batch(self._call(lane.TASKS, request, deadline, check=False))
 
     def copy(self, copy: c.CopyObjects, *, timeout_ms: int) -> Status:
         """Have objects copied or moved to a node. A status a key, at once: OK when it is so,
@@ -251,7 +251,7 @@ class MasterClient(MasterLink):
         deadline = Deadline(timeout_ms, self._clock)
         found = []
         for start, stop in self._parts(copy.keys, deadline):
-            request = answers.copy_request(copy, copy.keys[start:stop])
+            request = moves.copy_request(copy, copy.keys[start:stop])
             found.append(self._call(lane.COPY, request, deadline).status)
         return answers.join_status(found)
 
@@ -259,7 +259,7 @@ class MasterClient(MasterLink):
         """Begin to empty a node or segment, or ask how far that is. Raises ObjectNotFound: there is
         none of this name; it may have left."""
         deadline = Deadline(timeout_ms, self._clock)
-        return answers.drain_info(self._call(lane.DRAIN, answers.drain_request(drain), deadline))
+        return moves.drain_info(self._call(lane.DRAIN, moves.drain_request(drain), deadline))
 
     def unmount(self, unmount: c.Unmount, *, timeout_ms: int) -> None:
         """Withdraw a segment; its objects are forgotten."""

@@ -281,6 +281,7 @@ class Located:
     segment_ids: Sequence[int]  # the table that rows index
     placements: bytes  # PLACEMENT_ROW, replicas of a key together
     lease_ms: int
+    parts: bytes = b""  # PART_ROW, of objects that lie in several parts: these have no placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +290,8 @@ class Granted:
     generations: Sequence[int]  # per key, 0 where status is not 0
     segment_ids: Sequence[int]
     rows: Sequence[bytes]  # per entry of segment_ids: EXTENT_ROWs of its grants
+    # (entry, row in it, key) of further parts of striped objects; their digests are still to come
+    part_rows: Sequence[tuple[int, int, bytes]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,8 +403,8 @@ class CopyTask:
     `segment_ids[source]`, write it to `offset` of the node's own segment under `generation`, which
     names the task. Nothing is written after `expires_ms` of the master's clock."""
 
-    tenant: str
-    key: bytes
+    name: Name
+    group: int
     length: int
     generation: int
     offset: int

@@ -14,6 +14,7 @@ from mooncake_py.master.events import STORED
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN, REPLICAS, SOFT_PIN
 from mooncake_py.master.state import CatalogState
+from mooncake_py.master.stripes import part_key
 from mooncake_py.master.tenant import Grant, Put, Tenant
 from mooncake_py.master.work import Work
 from mooncake_py.model import BATCH_MAX_KEYS
@@ -35,36 +36,64 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
     if tenant is None:
         return Applied(Statuses(bytes([_EXPIRED]) * count))
     status = bytearray(count)
-    work = Work()
-    committed: list[int] = []
-    lost: list[tuple[int, int]] = []
-    writing = tenant.writing
+    step = _PutEnd(state, tenant, now_ms)
     for i in range(count - 1, -1, -1):  # the last is the first to go: see `eviction.py`
-        key = keys[i]
-        grant = writing.get(key)
-        generation = generations[i]
-        if grant is None or grant[0].first + grant[1] != generation:
-            if not is_complete(state, tenant, key, generation):
-                status[i] = _EXPIRED
-            continue
-        put, index = grant
-        if not still_there(state, work, grant, now_ms):
+        if not step.end(keys[i], generations[i], failed.get(i, set())):
             status[i] = _EXPIRED
-            continue
-        if failed and i in failed:
-            lost.extend((generation, each) for each in failed[i])
-            state.fail_replicas(put, index, failed[i], now_ms)
-            if not put.places[index]:
-                state.end_grant(work, grant, Event.ALL_REPLICAS_FAILED, now_ms)
-                status[i] = _EXPIRED
-                continue
-        replace_former(state, work, tenant, key, now_ms)
-        commit(state, put, index, now_ms)
-        committed.append(generation)
-    if committed or lost:
-        work.records.append(records.encode(records.Commits(now_ms, committed, lost)))
-    state.counters["put_ends"] += len(committed)
-    return work.done(Statuses(bytes(status)), now_ms)
+    return step.done(bytes(status))
+
+
+class _PutEnd:
+    """One put end in the making."""
+
+    def __init__(self, state: CatalogState, tenant: Tenant, now_ms: int) -> None:
+        self.state = state
+        self.tenant = tenant
+        self.now_ms = now_ms
+        self.work = Work()
+        self.committed: list[int] = []
+        self.lost: list[tuple[int, int]] = []
+
+    def end(self, key: bytes, generation: int, failed: set[int]) -> bool:
+        """Commit one key; `failed`: ids of segments that did not seal. False: it has expired."""
+        state, now_ms = self.state, self.now_ms
+        grant = self.tenant.writing.get(key)
+        if grant is None or grant[0].first + grant[1] != generation:
+            return is_complete(state, self.tenant, key, generation)
+        put, index = grant
+        if not still_there(state, self.work, grant, now_ms):
+            return False
+        parts = _parts_of(grant) if put.groups and put.groups[index] else []
+        if failed and not parts:
+            self.lost.extend((generation, each) for each in failed)
+            state.fail_replicas(put, index, failed, now_ms)
+        if failed and (parts or not put.places[index]):
+            state.end_grant(self.work, grant, Event.ALL_REPLICAS_FAILED, now_ms)
+            return False
+        for each, at in (*reversed(parts), grant):  # the head last: with it all are visible
+            replace_former(state, self.work, self.tenant, each.keys[at], now_ms)
+            commit(state, each, at, now_ms)
+            self.committed.append(each.first + at)
+        return True
+
+    def done(self, status: bytes) -> Applied:
+        if self.committed or self.lost:
+            record = records.Commits(self.now_ms, self.committed, self.lost)
+            self.work.records.append(records.encode(record))
+        self.state.counters["put_ends"] += len(self.committed)
+        return self.work.done(Statuses(status), self.now_ms)
+
+
+def _parts_of(grant: Grant) -> list[Grant]:
+    """Grants of the further parts of a striped object."""
+    put, index = grant
+    key, writing = put.keys[index], put.tenant.writing
+    found: list[Grant] = []
+    while (part := writing.get(part_key(key, len(found) + 1))) is not None:
+        if part[0].groups[part[1]] != put.groups[index]:
+            break
+        found.append(part)
+    return found
 
 
 def still_there(state: CatalogState, work: Work, grant: Grant, now_ms: int) -> bool:

@@ -32,13 +32,14 @@ from mooncake_py.master.commands import (
     Applied,
     CopyObjects,
     CopyTask,
+    Name,
     Refused,
     Statuses,
     TaskList,
     Tasks,
 )
 from mooncake_py.master.membership import ALIVE, DRAINING, GONE, Segment
-from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
+from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK
 from mooncake_py.master.placement import Placer
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.taskbook import Copy, Why
@@ -144,8 +145,15 @@ def _hand_out(
     copy.handed = True
     copy.expires_ms = now_ms + state.settings.grant_ttl_ms
     return CopyTask(
-        tenant=state.tenants.at(table.tenant[slot]).name,
-        key=table.key[slot] or b"",
+        name=Name(
+            tenant=state.tenants.at(table.tenant[slot]).name,
+            key=table.key[slot] or b"",
+            soft_pin_until_ms=table.soft_pins.get(slot, 0),
+            ttl_until_ms=table.ttls.get(slot, 0),
+            hard_pin=bool(table.flags[slot] & HARD_PIN),
+            generation=copy.of,
+        ),
+        group=table.groups.get(slot, 0),
         length=table.length[slot],
         generation=copy.generation,
         offset=(copy.target & PLACE_MASK) * EXTENT_ALIGN_BYTES,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from mooncake_py.errors import UsageError
 from mooncake_py.master.commands import Applied, EventPage, Events, ObjectEvent, Refused
+from mooncake_py.model import PART_MARK
 
 STORED = "stored"
 
@@ -31,7 +32,7 @@ class EventLog:
         self.first = self.next = max(sequence, self.next)
 
     def add(self, what: str, tenant: str, key: bytes, generation: int) -> None:
-        if not self._count_max:
+        if not self._count_max or key[:1] == PART_MARK:
             return
         event = ObjectEvent(self.next, what, tenant, key, generation)
         if len(self._ring) < self._count_max:

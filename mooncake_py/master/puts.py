@@ -31,6 +31,7 @@ from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.placement import Placer, handicaps
 from mooncake_py.master.quotas import Allowance
 from mooncake_py.master.state import CatalogState
+from mooncake_py.master.stripes import Stripe, find_parts, is_part, part_key
 from mooncake_py.master.tenant import Put, Tenant
 from mooncake_py.master.work import Work
 from mooncake_py.model import (
@@ -39,6 +40,7 @@ from mooncake_py.model import (
     EXTENT_HEADER_BYTES,
     EXTENT_ROW,
     KEY_MAX_BYTES,
+    PART_MARK,
 )
 
 _EXISTS, _SPACE, _QUOTA = ObjectExists.code, OutOfSpace.code, QuotaExceeded.code
@@ -93,6 +95,9 @@ class _PutStart:
         self.largest = max((each.allocator.units for each in segments), default=0)
         high = int(self.capacity * state.settings.evict_high_ratio)
         self.room = high - sum(each.used_units for each in segments)
+        self.stripes: dict[int, Stripe] = {}  # by key index
+        self.part_rows: list[tuple[int, int, bytes]] = []  # entry, row, key of each of these
+        self.owners: list[int] = []  # key index of each grant that is a further part
 
     def run(self) -> Applied:
         state, command = self.state, self.command
@@ -113,7 +118,7 @@ class _PutStart:
             ids, rows = self._rows(put, indices)
         for counters in (state.counters, self.tenant.counters):
             counters["put_keys"] += len(command.keys)
-        granted = Granted(bytes(self.status), generations, ids, rows)
+        granted = Granted(bytes(self.status), generations, ids, rows, self.part_rows)
         return self.work.done(granted, self.now_ms)
 
     # --- which keys -----------------------------------------------------------------------------
@@ -127,6 +132,7 @@ class _PutStart:
         length_max = self.state.settings.object_max_bytes
         if (
             min(sizes) > 0
+            and max(keys) < PART_MARK
             and max(sizes) <= KEY_MAX_BYTES
             and min(lengths) >= 0
             and max(lengths) <= length_max
@@ -137,7 +143,8 @@ class _PutStart:
             return list(range(len(keys)))
         fresh: dict[bytes, int] = {}
         for i, key in enumerate(keys):
-            if not 0 < len(key) <= KEY_MAX_BYTES or not 0 <= lengths[i] <= length_max:
+            named = 0 < len(key) <= KEY_MAX_BYTES and not is_part(key)
+            if not named or not 0 <= lengths[i] <= length_max:
                 self.status[i] = _USAGE
             elif key in fresh:
                 self.twins.append((fresh[key], i))
@@ -178,7 +185,7 @@ class _PutStart:
             return indices, places
         found = indices[: len(places)]
         for i, size in zip(indices[len(places) :], units[len(places) :], strict=True):
-            place = self._place(size)
+            place = self._place(i, size)
             if isinstance(place, int):
                 self.status[i] = place
             else:
@@ -204,11 +211,14 @@ class _PutStart:
         policy = self.policy
         return policy.replica_count > 1 or policy.hard_pin or self.tenant.quota is not None
 
-    def _place(self, units: int) -> tuple[int, ...] | int:
+    def _place(self, i: int, units: int) -> tuple[int, ...] | int:
         """Places of all replicas of one object; or the status that says why not."""
         state, policy = self.state, self.policy
         replicas = policy.replica_count
-        if units > self.largest:
+        stripable = self.command.lengths[i] >= 2 * state.settings.stripe_min_bytes and not (
+            policy.strict and replicas > 1
+        )
+        if units > (self.capacity if stripable else self.largest):
             return _SPACE
         if policy.hard_pin and not self._may_pin(units * replicas):
             return _QUOTA
@@ -218,6 +228,10 @@ class _PutStart:
         self.room -= units * replicas
         if self.room < 0:
             self.room += state.evict(self.work, -self.room, self.now_ms)
+        if stripable and not any(
+            each.allocator.largest >= units for each in state.members.placeable
+        ):
+            return self._stripe(i, units, replicas)
         places: list[int] = []
         for index in range(replicas):
             place = self._one_replica(units, places, policy.strict or index == 0)
@@ -236,6 +250,27 @@ class _PutStart:
         if policy.hard_pin:
             state.pin(self.tenant, units * len(places))
         return tuple(places)
+
+    def _stripe(self, i: int, units: int, replicas: int) -> tuple[int, ...] | int:
+        """Cut the object over several holes, making space if need be."""
+        state, length = self.state, self.command.lengths[i]
+        count_max = state.table.capacity - len(state.table) - state.open_grants
+        part_min = state.settings.stripe_min_bytes
+        while True:
+            stripe = find_parts(state.members.placeable, length, part_min, count_max)
+            if stripe is not None:
+                break
+            freed = state.evict(self.work, max(1, units // 8), self.now_ms)
+            self.room += freed
+            if not freed:
+                self.room += units * replicas
+                self.allowance.give_back(units * replicas)
+                return _SPACE
+        self.stripes[i] = stripe
+        state.counters["striped_puts"] += 1
+        if self.policy.hard_pin:
+            state.pin(self.tenant, sum(stripe.units))
+        return (stripe.places[0],)
 
     def _may_pin(self, units: int) -> bool:
         """Are so many more within what all, and what one tenant, may pin?"""
@@ -288,11 +323,15 @@ class _PutStart:
                 continue
             self.status[i] = broken[numbers[i]]
             units = (lengths[i] + _ROUND) // EXTENT_ALIGN_BYTES
-            for place in replicas:
-                self.state.release(place, units, 0, self.now_ms)
+            taken = [(place, units) for place in replicas]
+            stripe = self.stripes.pop(i, None)
+            if stripe is not None:
+                taken = list(zip(stripe.places, stripe.units, strict=True))
+            for place, each in taken:
+                self.state.release(place, each, 0, self.now_ms)
             self.allowance.give_back(units * len(replicas))
             if self.policy.hard_pin:
-                self.state.pin(self.tenant, -units * len(replicas))
+                self.state.pin(self.tenant, -sum(each for _, each in taken))
         return [i for i, _ in kept], [replicas for _, replicas in kept]
 
     def _group_names(self, indices: list[int]) -> Sequence[int]:
@@ -317,29 +356,50 @@ class _PutStart:
             soft_pin_ms=min(self.policy.soft_pin_ms, settings.soft_pin_max_ms),
             hard_pin=self.policy.hard_pin,
             ttl_ms=self.policy.ttl_ms,
-            open_count=len(indices),
             wanted=self.policy.replica_count,
         )
-        count = len(indices)
+        if self.stripes:
+            self._add_parts(put, indices)
+        count = put.open_count = len(put.keys)
+        state.reserve_generations(self.work, count)
         state.next_generation += count
         grants = zip(repeat(put, count), range(count), strict=True)
         self.tenant.writing.update(zip(put.keys, grants, strict=True))
         self.tenant.used_bytes += EXTENT_ALIGN_BYTES * sum(
             (length + _ROUND) // EXTENT_ALIGN_BYTES * len(replicas)
-            for length, replicas in zip(put.lengths, places, strict=True)
+            for length, replicas in zip(put.lengths, put.places, strict=True)
         )
         state.watch_grants(put)
         state.counters["put_starts"] += count
         self.work.records.append(records.encode(grant_fields(state, put, self.now_ms)))
         return put
 
+    def _add_parts(self, put: Put, indices: list[int]) -> None:
+        """Parts of striped objects become grants of their own, in one group with their first."""
+        groups = list(put.groups) or [0] * len(indices)
+        for position, i in enumerate(indices):
+            stripe = self.stripes.get(i)
+            if stripe is None:
+                continue
+            name = groups[position] = groups[position] or put.first + position
+            put.lengths[position] = stripe.lengths[0]
+            for number in range(1, len(stripe.places)):
+                self.owners.append(i)
+                put.keys.append(part_key(put.keys[position], number))
+                put.lengths.append(stripe.lengths[number])
+                put.places.append((stripe.places[number],))
+                groups.append(name)
+        put.groups = groups
+
     def _rows(self, put: Put, indices: list[int]) -> tuple[list[int], list[bytes]]:
-        """The reply's segment table, and the rows of each of its entries."""
+        """The reply's segment table, and the rows of each of its entries. Digests of parts are for
+        whoever knows the secret."""
         digests, pack, expires_ms = self.command.digests, EXTENT_ROW.pack, put.expires_ms
         entries: dict[int, int] = {}  # segment index -> entry
         rows: list[list[bytes]] = []
         generation = put.first - 1
-        for i, length, replicas in zip(indices, put.lengths, put.places, strict=True):
+        owners = [*indices, *self.owners] if self.owners else indices
+        for i, length, replicas in zip(owners, put.lengths, put.places, strict=True):
             generation += 1
             digest = digests[16 * i : 16 * i + 16]
             group = put.groups[generation - put.first] if put.groups else 0
@@ -351,6 +411,9 @@ class _PutStart:
                     rows.append([])
                 offset = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
                 row = pack(i, entry, offset, length, generation, expires_ms, digest, group)
+                if generation - put.first >= len(indices):
+                    key = put.keys[generation - put.first]
+                    self.part_rows.append((entry, len(rows[entry]), key))
                 rows[entry].append(row)
         ids = [self.state.members.at(index).segment_id for index in entries]
         return ids, [b"".join(each) for each in rows]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from mooncake_py.errors import (
     OK,
@@ -48,9 +49,16 @@ from mooncake_py.master.objects import (
     TTL,
 )
 from mooncake_py.master.state import CatalogState
+from mooncake_py.master.stripes import part_slots, whole_length
 from mooncake_py.master.tenant import Listing, Tenant
 from mooncake_py.master.work import Work
-from mooncake_py.model import BATCH_MAX_KEYS, EXTENT_ALIGN_BYTES, PLACEMENT_ROW
+from mooncake_py.model import (
+    BATCH_MAX_KEYS,
+    EXTENT_ALIGN_BYTES,
+    PART_MARK,
+    PART_ROW,
+    PLACEMENT_ROW,
+)
 
 _MISS = ObjectNotFound.code
 _SPECIAL = REPLICAS | TTL | GROUP | COPIED
@@ -112,8 +120,8 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
     flags_of = table.flags
     careful = bool(state.members.impaired or state.doubts)
     pack = PLACEMENT_ROW.pack
-    entries: dict[int, int] = {}  # segment index -> entry of the reply's table
-    rows: list[bytes] = []
+    found = _Found()
+    entries, rows = found.entries, found.rows
     slots: list[int] = []
     status = bytearray(len(keys))
     for i, key in enumerate(keys):
@@ -125,26 +133,58 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
                 break
             continue
         if careful or flags_of[slot] & _SPECIAL:
-            found = _all_rows(state, slot, i, entries, now_ms)
-            if not found:
+            if not _add_special(state, slot, i, found, now_ms):
                 status[i] = _MISS
                 if command.prefix:
                     del status[i + 1 :]
                     break
                 continue
-            rows += found
         else:
             place = place_of[slot]
             entry = entries.setdefault(place >> PLACE_BITS, len(entries))
             start = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
             rows.append(pack(i, entry, start, length_of[slot], generation_of[slot]))
         slots.append(slot)
-    _count_located(state, tenant, slots, lease_ms, now_ms)
+    _count_located(state, tenant, slots + found.further, lease_ms, now_ms)
     for counters in (state.counters, tenant.counters):
         counters["locate_hits"] += len(slots)
         counters["locate_misses"] += len(status) - len(slots)
     ids = [state.members.at(index).segment_id for index in entries]
-    return Applied(Located(bytes(status), ids, b"".join(rows), lease_ms))
+    return Applied(Located(bytes(status), ids, b"".join(rows), lease_ms, b"".join(found.parts)))
+
+
+@dataclass(slots=True)
+class _Found:
+    """Of one locate, in the making."""
+
+    entries: dict[int, int] = field(default_factory=dict)  # segment index -> entry of the table
+    rows: list[bytes] = field(default_factory=list)  # PLACEMENT
+    parts: list[bytes] = field(default_factory=list)  # PART
+    further: list[int] = field(default_factory=list)  # slots of parts
+
+
+def _add_special(state: CatalogState, slot: int, i: int, found: _Found, now_ms: int) -> bool:
+    """Rows of an object that is not the usual one; False: nobody may be sent to it."""
+    table = state.table
+    if table.flags[slot] & TTL and table.ttls[slot] <= now_ms:
+        return False
+    further = part_slots(table, state.tenants.at(table.tenant[slot]), slot)
+    if not further:
+        rows = [PLACEMENT_ROW.pack(*row) for row in _rows_of(state, slot, i, found.entries, now_ms)]
+        found.rows += rows
+        return bool(rows)
+    start, parts = 0, []
+    for part in (slot, *further):
+        rows = [
+            PART_ROW.pack(*row, start) for row in _rows_of(state, part, i, found.entries, now_ms)
+        ]
+        if not rows:
+            return False
+        parts += rows
+        start += table.length[part]
+    found.parts += parts
+    found.further += further
+    return True
 
 
 def _count_located(
@@ -164,16 +204,14 @@ def _count_located(
     tenant.pool.touch(reversed(slots), now_ms)  # so that the tail of a prefix goes before its head
 
 
-def _all_rows(
+def _rows_of(
     state: CatalogState, slot: int, i: int, entries: dict[int, int], now_ms: int
-) -> list[bytes]:
+) -> list[tuple[int, int, int, int, int]]:
     """A row for every replica that a reader may be sent to."""
     table = state.table
-    if table.flags[slot] & TTL and table.ttls[slot] <= now_ms:
-        return []
     length = table.length[slot]
     return [
-        PLACEMENT_ROW.pack(
+        (
             i,
             entries.setdefault(place >> PLACE_BITS, len(entries)),
             (place & PLACE_MASK) * EXTENT_ALIGN_BYTES,
@@ -194,7 +232,7 @@ def list_keys(state: CatalogState, command: List, now_ms: int) -> Applied:
     found = _next_keys(tenant, command, limit + 1, now_ms)
     page = found[:limit]
     slots = [tenant.complete[key] for key in page]
-    lengths = [state.table.length[slot] for slot in slots]
+    lengths = [whole_length(state.table, tenant, slot) for slot in slots]
     replicas = [len(state.table.places(slot)) for slot in slots]
     return Applied(Listed(page, lengths, replicas, len(found) > limit))
 
@@ -208,7 +246,9 @@ def _next_keys(tenant: Tenant, command: List, count: int, now_ms: int) -> list[b
     prefix, after = command.prefix, command.after
     listing = tenant.listings.pop((prefix, after), None)
     if listing is None:
-        keys = [key for key in tenant.complete if key > after and key.startswith(prefix)]
+        keys = [
+            key for key in tenant.complete if after < key < PART_MARK and key.startswith(prefix)
+        ]
         if not after:
             found = heapq.nsmallest(count, keys)
             return found

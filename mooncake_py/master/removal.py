@@ -32,6 +32,7 @@ from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN
 from mooncake_py.master.pattern import Pattern
 from mooncake_py.master.state import CatalogState
+from mooncake_py.master.stripes import is_part
 from mooncake_py.master.tenant import Grant, Tenant
 from mooncake_py.master.unrecorded import GRAVES_MAX
 from mooncake_py.master.work import Work
@@ -164,7 +165,7 @@ class _RemoveAll:
     def _grants(self, limit: int) -> Iterator[Grant]:
         prefix = self.command.prefix
         for key, (put, index) in self.tenant.writing.items():
-            if put.first + index < limit and key.startswith(prefix):
+            if put.first + index < limit and key.startswith(prefix) and not is_part(key):
                 yield put, index
 
     def _objects(self, first: int, limit: int, count_max: int) -> Statuses:
@@ -176,6 +177,8 @@ class _RemoveAll:
                 return Statuses(b"", removed, kept, cursor)
             if table.generation[slot] >= limit or not key.startswith(command.prefix):
                 continue
+            if is_part(key):
+                continue  # ends with its first part
             if self.tenant.complete.get(key) != slot:
                 continue  # ended just now, with its group
             if self._pattern and not self._pattern.found_in(key):

@@ -16,7 +16,7 @@ import logging
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -28,7 +28,7 @@ from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.membership import ALIVE, DRAINING
 from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.unsealer import Order
-from mooncake_py.model import PROTOCOL_MAJOR, PROTOCOL_MINOR, RELEASE
+from mooncake_py.model import EXTENT_ROW, PROTOCOL_MAJOR, PROTOCOL_MINOR, RELEASE
 from mooncake_py.wire import convert, lane
 from mooncake_py.wire.lane import Method
 from mooncake_py.wire.status import refusal
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 TENANT_SECRETS_MAX = 1024
 UNSEAL_BYTES_MAX = 8 << 20  # of rows that wait for one segment's heartbeats; records outlive them
 UNSEAL_BYTES_PER_BEAT = 1 << 20
+_DIGEST_AT = 40  # in an EXTENT_ROW
 
 
 @dataclass(slots=True)
@@ -163,6 +164,8 @@ class Service:
             case c.Located():
                 return convert.located(reply, term, self._describe(reply.segment_ids))
             case c.Granted():
+                if reply.part_rows and isinstance(command, c.PutStart):
+                    reply = self._with_digests(command.tenant, reply)
                 pairs = zip(reply.segment_ids, reply.rows, strict=True)
                 macs = [self._mac(segment_id, rows) for segment_id, rows in pairs]
                 return convert.granted(reply, term, self._describe(reply.segment_ids), macs)
@@ -187,7 +190,9 @@ class Service:
             case c.Done() if isinstance(command, c.Heartbeat):
                 return convert.beat(term, now_ms, self._to_unseal(command.segment_id), reply.tasks)
             case c.TaskList():
-                digests = [self._digests(each.tenant, [each.key]) for each in reply.copies]
+                digests = [
+                    self._digests(each.name.tenant, [each.name.key]) for each in reply.copies
+                ]
                 return convert.tasks(reply, term, self._describe(reply.segment_ids), digests)
             case c.DrainInfo():
                 return convert.drained(reply, term)
@@ -267,6 +272,15 @@ class Service:
 
     def _mac(self, segment_id: int, rows: bytes) -> bytes:
         return grant_mac(segment_id, rows, self.grant_secret(segment_id))
+
+    def _with_digests(self, tenant: str, granted: c.Granted) -> c.Granted:
+        """Further parts of striped objects have keys, and therefore digests, of their own."""
+        rows = [bytearray(each) for each in granted.rows]
+        digests = self._digests(tenant, [key for _, _, key in granted.part_rows])
+        for number, (entry, row, _) in enumerate(granted.part_rows):
+            start = row * EXTENT_ROW.size + _DIGEST_AT
+            rows[entry][start : start + 16] = digests[16 * number : 16 * number + 16]
+        return replace(granted, rows=[bytes(each) for each in rows])
 
     def _digests(self, tenant: str, keys: Sequence[bytes]) -> bytes:
         secret = self._tenant_secrets.get(tenant)

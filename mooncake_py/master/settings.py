@@ -33,6 +33,7 @@ class CatalogSettings:
     tenant_hard_pin_max_ratio: float = 0.5  # likewise, of one tenant
     replica_max: int = 8
     object_max_bytes: int = OBJECT_MAX_BYTES
+    stripe_min_bytes: int = 1 << 20  # least part of an object that is cut over several holes
     objects_max: int = 16_000_000  # more objects evict others; 43 bytes of address space each
     tenants_max: int = 10_000
     list_max: int = 10_000  # keys a page
@@ -64,6 +65,7 @@ class CatalogSettings:
                 "evict_low_ratio",
                 "evict_high_ratio",
             ),
+            (self.stripe_min_bytes >= 1 << 10, "1024", "stripe_min_bytes"),
             (self.slow_start_ms >= 0, "0", "slow_start_ms"),
             (self.step_max >= 1, "1", "step_max"),
             (1 <= self.replica_max <= 127, "1", "replica_max (at most 127)"),

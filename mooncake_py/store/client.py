@@ -40,6 +40,7 @@ from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.reservations import ReservationPool
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.store.session import ReadSession, WriteSession
+from mooncake_py.store.stripes import is_striped
 from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
 from mooncake_py.store.views import ObjectView, ViewTaker
 from mooncake_py.transfer import EngineOptions, TransferEngine
@@ -330,6 +331,8 @@ class StoreClient:
                     (rows,) = self._reader.locate([name], deadline)
                 if not rows:
                     raise self._read_error(ObjectNotFound.code, key, 0, None)
+                if is_striped(rows):
+                    break  # not in one piece anywhere
                 try:
                     view = self._views.take(key, name, rows, deadline)
                 except LeaseExpired:

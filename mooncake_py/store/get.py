@@ -33,6 +33,13 @@ from mooncake_py.master.client import MasterClient, Placements
 from mooncake_py.store.placement_cache import ROW_BYTES, PlacementCache
 from mooncake_py.store.remote import RemoteReader
 from mooncake_py.store.segments import SegmentDirectory
+from mooncake_py.store.stripes import (
+    PartRead,
+    destinations,
+    is_striped,
+    object_length,
+    plan_parts,
+)
 from mooncake_py.transfer import TransferEngine
 from mooncake_py.wire.rows import EXTENT
 
@@ -108,6 +115,7 @@ class BatchReader:
         self._clock = clock
         self._remote = RemoteReader(engine, directory)
         self.cache = PlacementCache()
+        self._any_striped = False  # none was met yet, so none need be looked for
 
     # --- where ---
 
@@ -187,10 +195,13 @@ class BatchReader:
             extents["segment_index"] = indices[0]
         elif indices:
             extents["segment_index"] = np.array(indices, "<u4")[rows["segment_index"]]
+        if len(placements.parts):
+            self._any_striped = True
+            extents = _with_parts(extents, placements, indices)
         extents["expires_ms"] = asked_at_ms + placements.lease_ms
         usable = self.cache.usable(extents, asked_at_ms)
         if usable is not None:
-            extents = extents[usable]
+            extents = extents[usable | (extents["tag"] > 0)]
         count = len(placements.status)
         keys = extents["key_index"]
         if len(indices) > 1 and len(extents) > count:
@@ -208,7 +219,7 @@ class BatchReader:
         indices = extents["segment_index"]
         distance = self._directory.distances(now_ms)[indices]
         shuffled = (extents["generation"] + indices) * _SPREAD
-        return np.lexsort((shuffled, distance, extents["key_index"]))
+        return np.lexsort((shuffled, distance, extents["tag"], extents["key_index"]))
 
     # --- reading ---
 
@@ -230,6 +241,11 @@ class BatchReader:
         todo: Sequence[int] = range(len(names))
         if _MISS in call.result.codes:
             todo = [i for i in todo if call.plans[i]]
+        if self._any_striped:
+            striped = [i for i in todo if is_striped(call.plans[i])]
+            todo = [i for i in todo if i not in set(striped)] if striped else todo
+            for i in striped:
+                self._read_striped(call, i, targets)
         while todo:
             if deadline.passed():
                 for i in todo:
@@ -238,6 +254,49 @@ class BatchReader:
             todo = self._round(call, todo, targets)
             call.retried = True
         return call.result
+
+    def _read_striped(self, call: _Open, i: int, targets: Targets) -> None:
+        """Read an object in parts: all parts at once, then the next replicas of those that failed.
+        What the cache said and does not fit is asked for again."""
+        while True:
+            entry = call.plans[i]
+            length = object_length(entry)
+            call.result.lengths[i] = length
+            parts = plan_parts(entry, targets.place([i], [length]))
+            if parts is None:
+                call.result.codes[i] = _TOO_SMALL
+            else:
+                call.result.codes[i] = self._read_parts(call, i, parts)
+            code = call.result.codes[i]
+            if code == errors.OK or i in call.fresh or call.questions >= QUESTIONS_MAX:
+                return
+            self.cache.forget([call.names[i]])
+            self._question(call, [i])
+            if not is_striped(call.plans[i]):
+                return self._read_alone(call, i, targets)
+
+    def _read_alone(self, call: _Open, i: int, targets: Targets) -> None:
+        """The object lies in one piece by now, or is not there any more."""
+        todo = [i] if call.plans[i] else []
+        while todo and not call.deadline.passed():
+            call.retried = True
+            todo = self._round(call, todo, targets)
+
+    def _read_parts(self, call: _Open, i: int, parts: list[PartRead]) -> int:
+        """The first code that is not OK when no replica of some part is left."""
+        todo = parts
+        while todo:
+            if call.deadline.passed():
+                return errors.TransferTimeout.code
+            rows = b"".join(part.rows[0] for part in todo)
+            statuses = self._attempt(rows, destinations(todo), call.deadline) or [0] * len(todo)
+            for part, status in zip(todo, statuses, strict=True):
+                row = np.frombuffer(part.rows.pop(0), EXTENT)[0]
+                part.code = -status
+                if status:
+                    self._broken(call, i, row, part.code)
+            todo = [part for part in todo if part.code and part.rows]
+        return next((part.code for part in parts if part.code), errors.OK)
 
     def _round(self, call: _Open, todo: Sequence[int], targets: Targets) -> list[int]:
         """Read the next row of each of these keys. Answers those that are to be tried again."""
@@ -323,3 +382,16 @@ class BatchReader:
             )
         except MooncakeError:
             return  # advice only: the master finds out by itself a little later
+
+
+def _with_parts(extents: np.ndarray, placements: Placements, indices: Sequence[int]) -> np.ndarray:
+    """The rows of objects in one piece, and those of parts, in the order of keys."""
+    rows = placements.parts
+    parts = np.zeros(len(rows), dtype=EXTENT)
+    for name in ("key_index", "offset", "length", "generation"):
+        parts[name] = rows[name]
+    parts["segment_index"] = np.array(indices, "<u4")[rows["segment_index"]]
+    parts["tag"] = rows["start"] + np.uint64(1)
+    joined = np.concatenate([extents, parts])
+    ordered: np.ndarray = joined[np.argsort(joined["key_index"], kind="stable")]
+    return ordered

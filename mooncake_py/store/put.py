@@ -20,12 +20,14 @@ from mooncake_py import errors
 from mooncake_py.clock import Deadline
 from mooncake_py.errors import InternalError, MooncakeError
 from mooncake_py.master.client import Grants, MasterClient, NodeGrant, Reservations
+from mooncake_py.master.stripes import part_key
 from mooncake_py.model import DEFAULT_POLICY, ReplicaPolicy
 from mooncake_py.store.buffers import Pieces
 from mooncake_py.store.regions import RegionBook
 from mooncake_py.store.reservations import ReservationPool
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.store.sources import Sources, sources_of
+from mooncake_py.store.stripes import parts_of
 from mooncake_py.transfer import TransferEngine
 from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest, pull_names
 
@@ -82,6 +84,24 @@ def _one_fate(groups: Sequence[int], codes: list[int]) -> None:
     for i, group in enumerate(groups):
         if codes[i] == errors.OK:
             codes[i] = failed.get(group, errors.OK)
+
+
+def _pull_parts(
+    grant: NodeGrant,
+    sources: Sources,
+    keys: Codes,
+    parts: dict[int, tuple[int, int]],
+    names: list[bytes],
+) -> tuple[bytes, bytes]:
+    """Where the bytes of rows are, some of which are parts of their values; these get the names of
+    parts."""
+    table = grant.table()
+    found = [parts.get(each, (0, 0)) for each in table["generation"].tolist()]
+    for row, (_, number) in enumerate(found):
+        if number:
+            names[row] = part_key(names[row], number)
+    starts = np.array([start for start, _ in found], dtype=np.uint64)
+    return sources.of(keys, starts, table["length"].astype(np.uint64))
 
 
 class BatchWriter:
@@ -203,16 +223,20 @@ class BatchWriter:
     # --- the nodes' part ---
 
     def _pull_all(self, grants: Grants, job: PutJob) -> list[_Part]:
+        parts = parts_of(grants)
         with sources_of(job.pieces, job.sizes, self.regions, self._engine) as sources:
             if len(grants.grants) == 1:
-                return [self._pull(grants.grants[0], sources, job)]
+                return [self._pull(grants.grants[0], sources, job, parts)]
             futures = [
-                self._nodes.submit(self._pull, grant, sources, job) for grant in grants.grants[1:]
+                self._nodes.submit(self._pull, grant, sources, job, parts)
+                for grant in grants.grants[1:]
             ]
-            first = self._pull(grants.grants[0], sources, job)
+            first = self._pull(grants.grants[0], sources, job, parts)
             return [first, *(future.result() for future in futures)]
 
-    def _pull(self, grant: NodeGrant, sources: Sources, job: PutJob) -> _Part:
+    def _pull(
+        self, grant: NodeGrant, sources: Sources, job: PutJob, parts: dict[int, tuple[int, int]]
+    ) -> _Part:
         """One code a row of this grant. Never raises for what the node or network does."""
         deadline = job.deadline
         keys = grant.table()["key_index"].astype(np.int64)
@@ -222,7 +246,11 @@ class BatchWriter:
         segment, reach = grant.segment, None
         try:
             reach = self._directory.reach(segment, deadline)
-            offsets, pieces = sources.of(keys)
+            names = [job.keys[i] for i in keys.tolist()]
+            if parts:
+                offsets, pieces = _pull_parts(grant, sources, keys, parts, names)
+            else:
+                offsets, pieces = sources.of(keys)
             request = PullRequest(
                 segment_id=segment.segment_id,
                 rows=grant.rows,
@@ -232,7 +260,7 @@ class BatchWriter:
                 inline_values=sources.inline,
                 timeout_ms=deadline.left_ms(),
                 pieces=pieces,
-                names=pull_names(job.tenant, [job.keys[i] for i in keys.tolist()], job.policy),
+                names=pull_names(job.tenant, names, job.policy),
             )
             answer = reach.peer.request(PULL_KIND, request.encode(), timeout_ms=deadline.left_ms())
             reply = PullReply.decode(answer)

@@ -30,6 +30,7 @@ import numpy as np
 
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
 from mooncake_py.store.regions import RegisteredMemory
+from mooncake_py.store.stripes import object_length
 from mooncake_py.wire.rows import EXTENT
 
 PIECE_ALIGN_BYTES = 64
@@ -52,7 +53,7 @@ class ReadSession:
         self._rows: list[bytes] = []
         self._renew()
         self.present = [bool(rows) for rows in self._rows]
-        self.lengths = [_column(rows, "length") for rows in self._rows]
+        self.lengths = [object_length(rows) for rows in self._rows]
 
     def _renew(self) -> None:
         """New leases; and what is another object by now is not ours any more."""

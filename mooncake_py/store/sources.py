@@ -46,8 +46,19 @@ class Sources:
     ends: npt.NDArray[np.int64] | None = None
     offer: Offer | None = None  # withdrawn when the call ends
 
-    def of(self, keys: npt.NDArray[np.int64] | slice) -> tuple[bytes, bytes]:
-        """(one number a key, pieces): what a node needs for these keys and no more."""
+    def of(
+        self,
+        keys: npt.NDArray[np.int64] | slice,
+        starts: Numbers | None = None,
+        lengths: Numbers | None = None,
+    ) -> tuple[bytes, bytes]:
+        """(one number a key, pieces): what a node needs for these keys and no more. starts,
+        lengths: a range of each value that is meant."""
+        if starts is not None and lengths is not None:
+            if self.pieces is None:
+                return (self.offsets[keys] + starts).tobytes(), b""
+            parts = zip(np.arange(len(self.offsets))[keys], starts, lengths, strict=True)
+            return self._cut([(int(key), int(start), int(size)) for key, start, size in parts])
         if self.pieces is None or self.ends is None:
             return self.offsets[keys].tobytes(), b""
         if isinstance(keys, slice):
@@ -59,6 +70,25 @@ class Sources:
         firsts = np.cumsum(counts) - counts
         which = np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
         return firsts.astype(np.uint64).tobytes(), self.pieces[which].tobytes()
+
+    def _cut(self, parts: list[tuple[int, int, int]]) -> tuple[bytes, bytes]:
+        """The same for parts: (key, where in its value, bytes)."""
+        assert self.pieces is not None
+        assert self.ends is not None
+        firsts: list[int] = []
+        found: list[tuple[int, int, int, int]] = []
+        for key, skip, left in parts:
+            firsts.append(len(found))
+            for offset, length, region, _ in self.pieces[
+                int(self.offsets[key]) : int(self.ends[key])
+            ].tolist():
+                step = min(length - skip, left)
+                if step > 0:
+                    found.append((offset + skip, step, region, 0))
+                    left -= step  # noqa: PLW2901  (walks over the pieces)
+                skip = max(0, skip - length)  # noqa: PLW2901
+        pieces = np.array(found, dtype=PULL_PIECE)
+        return np.array(firsts, dtype=np.uint64).tobytes(), pieces.tobytes()
 
     def __enter__(self) -> Self:
         return self

@@ -107,6 +107,7 @@ class TaskRunner:
         segment.begin(rows, time.latest_ms(), statuses)
         begun = np.flatnonzero(statuses == errors.OK)
         results = np.zeros(len(begun), dtype=np.int32)
+        self._name(rows[begun], [batch.names[i] for i in begun.tolist()], results)
         crcs = np.zeros(len(begun), dtype=np.uint32)
         try:
             for part in _parts(batch.copies, begun):
@@ -122,6 +123,12 @@ class TaskRunner:
         statuses[begun] = results
         self.copied += int((statuses == errors.OK).sum())
         return list(zip(rows["generation"].tolist(), (-statuses).tolist(), strict=True))
+
+    def _name(self, rows: Rows, names: Sequence[bytes], statuses: Statuses) -> None:
+        """So that an inventory can tell what the copies are of."""
+        ends = np.cumsum([len(name) for name in names], dtype=np.uint64)
+        rows = np.ascontiguousarray(rows)
+        self._holder.segment.name(rows, b"", b"".join(names), ends, b"", statuses)
 
     def _read(
         self, segments: Sequence[Segment], copies: Rows

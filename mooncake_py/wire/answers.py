@@ -22,12 +22,11 @@ from mooncake_py.model import (
     FAILED_ROW,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
-    TASK_DONE_ROW,
     ReplicaPolicy,
 )
 from mooncake_py.wire import status as outcome
 from mooncake_py.wire.lane import Method
-from mooncake_py.wire.rows import COPY, EXTENT, PLACEMENT
+from mooncake_py.wire.rows import EXTENT, PART, PLACEMENT
 from mooncake_py.wire.v1 import master_pb2 as pb
 
 Status = npt.NDArray[np.uint8]
@@ -64,12 +63,15 @@ class Placements:
     """Where complete objects are. `rows`: PLACEMENT, replicas of a key together, keys in order;
     `segment_index` points into `segments`. With prefix, `status` ends with the first absent key.
     The lease began when the master answered, so it ends at the latest `lease_ms` after arrival.
+    `parts`: PART, of objects that lie in several parts, which have no row in `rows`; parts of a key
+    together and in order, replicas of a part together.
     """
 
     status: Status
     segments: Sequence[Segment]
     rows: npt.NDArray[np.void]
     lease_ms: int
+    parts: npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +124,6 @@ class Beat:
     master_now_ms: int
     unseal: npt.NDArray[np.void]
     tasks_waiting: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TaskBatch:
-    """Tasks for a node. `copies`: COPY rows, whose `source_index` points into `segments`. Not
-    `known`: mount again, these tasks have ended."""
-
-    known: bool
-    segments: Sequence[Segment]
-    copies: npt.NDArray[np.void]
-    waiting: int
 
 
 # --- requests -----------------------------------------------------------------------------------
@@ -260,27 +251,6 @@ def heartbeat_request(beat: c.Heartbeat) -> Message:
     )
 
 
-def tasks_request(tasks: c.Tasks) -> Message:
-    done = b"".join(TASK_DONE_ROW.pack(task, code, 0) for task, code in tasks.done)
-    return pb.TasksRequest(
-        node=tasks.node,
-        incarnation=tasks.incarnation,
-        segment_id=tasks.segment_id,
-        done=done,
-        limit=tasks.limit,
-    )
-
-
-def copy_request(copy: c.CopyObjects, keys: Sequence[bytes]) -> Message:
-    return pb.CopyRequest(
-        tenant=copy.tenant, keys=keys, to_node=copy.to_node, from_node=copy.from_node
-    )
-
-
-def drain_request(drain: c.Drain) -> Message:
-    return pb.DrainRequest(what=drain.what, cancel=drain.cancel)
-
-
 def unmount_request(unmount: c.Unmount) -> Message:
     return pb.UnmountRequest(
         node=unmount.node,
@@ -360,20 +330,28 @@ def placements(replies: Sequence[tuple[int, pb.LocateReply]]) -> Placements:
     """Join (first key's index, reply) pairs."""
     segments: list[Segment] = []
     tables = []
+    parts = []
     for base, reply in replies:
-        rows = np.frombuffer(reply.placements, PLACEMENT)
-        if base or segments:
-            rows = rows.copy()
-            rows["key_index"] += base
-            rows["segment_index"] += len(segments)
+        tables.append(_shifted(np.frombuffer(reply.placements, PLACEMENT), base, len(segments)))
+        parts.append(_shifted(np.frombuffer(reply.parts, PART), base, len(segments)))
         segments += map(segment, reply.segments)
-        tables.append(rows)
     return Placements(
         join_status([reply.status for _, reply in replies]),
         segments,
         tables[0] if len(tables) == 1 else np.concatenate(tables),
         min(reply.lease_ms for _, reply in replies),
+        parts[0] if len(parts) == 1 else np.concatenate(parts),
     )
+
+
+def _shifted(rows: npt.NDArray[np.void], keys: int, segments: int) -> npt.NDArray[np.void]:
+    """Rows of a later reply: so many keys and segments came before."""
+    if not keys and not segments:
+        return rows
+    rows = rows.copy()
+    rows["key_index"] += keys
+    rows["segment_index"] += segments
+    return rows
 
 
 def grants(replies: Sequence[tuple[int, pb.PutStartReply]]) -> Grants:
@@ -415,14 +393,6 @@ def beat(reply: pb.HeartbeatReply) -> Beat:
         outcome.check(reply.outcome, call="Heartbeat")
     unseal = np.frombuffer(reply.unseal, EXTENT)
     return Beat(known, reply.master_now_ms, unseal, reply.tasks_waiting)
-
-
-def task_batch(reply: pb.TasksReply) -> TaskBatch:
-    known = reply.outcome.code != ObjectNotFound.code
-    if known:
-        outcome.check(reply.outcome, call="Tasks")
-    segments = [segment(message) for message in reply.segments]
-    return TaskBatch(known, segments, np.frombuffer(reply.copies, COPY), reply.waiting)
 
 
 def drain_info(reply: pb.DrainReply) -> c.DrainInfo:

@@ -304,6 +304,7 @@ def located(answer: c.Located, term: int, segments: list[pb.Segment]) -> bytes:
         segments=segments,
         placements=answer.placements,
         lease_ms=answer.lease_ms,
+        parts=answer.parts,
     ).SerializeToString()
 
 
@@ -409,13 +410,17 @@ def tasks(
     """`digests`: one a copy, of its key."""
     rows = [
         COPY_ROW.pack(
-            row, 0, copy.offset, copy.length, copy.generation, copy.expires_ms, digest, 0,
+            row, 0, copy.offset, copy.length, copy.generation, copy.expires_ms, digest, copy.group,
             copy.source, 0, copy.source_offset, copy.source_generation,
         )
         for row, (copy, digest) in enumerate(zip(answer.copies, digests, strict=True))
     ]  # fmt: skip
     return pb.TasksReply(
-        outcome=_ok(term), segments=segments, copies=b"".join(rows), waiting=answer.waiting
+        outcome=_ok(term),
+        segments=segments,
+        copies=b"".join(rows),
+        waiting=answer.waiting,
+        names=[names.common(copy.name) + copy.name.key for copy in answer.copies],
     ).SerializeToString()
 
 

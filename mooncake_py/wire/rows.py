@@ -19,7 +19,7 @@ EXTENT = np.dtype(
         ("generation", "<u8"),
         ("expires_ms", "<u8"),
         ("digest", "V16"),
-        ("reserved", "<u8"),
+        ("tag", "<u8"),  # in grants: the name of the group; a reader's rows: store/stripes.py
     ]
 )
 
@@ -32,6 +32,8 @@ PLACEMENT = np.dtype(
         ("generation", "<u8"),
     ]
 )
+
+PART = np.dtype([*PLACEMENT.descr, ("start", "<u8")])
 
 COPY = np.dtype(
     [

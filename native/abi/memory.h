@@ -47,7 +47,7 @@ typedef struct mc_extent_row {
     uint64_t generation;
     uint64_t expires_ms;  /* of the grant, on the master's clock; not looked at here */
     uint8_t digest[16];   /* reading: all zeros accepts any */
-    uint64_t reserved;
+    uint64_t tag; /* in grants: the name of the group; not looked at here */
 } mc_extent_row;
 
 /* Node side of a put, first beat: mark headers as being written (unsealed, new generation).

@@ -30,7 +30,7 @@ from mooncake_py.master.commands import (
     Statuses,
 )
 from mooncake_py.master.tenant import POLICIES
-from mooncake_py.model import EXTENT_ROW, ReplicaPolicy
+from mooncake_py.model import EXTENT_ROW, PART_ROW, ReplicaPolicy
 
 _CALL_MS = 200
 
@@ -101,7 +101,7 @@ class Client:
             hard_pin=random.random() < 0.03,
             ttl_ms=random.choice([0, 0, 0, 700]),
         )
-        lengths = [random.choice([0, 100, 700, 2000]) for _ in keys]
+        lengths = [random.choice([0, 100, 700, 2000, 3000]) for _ in keys]
         start = PutStart(
             "t",
             keys,
@@ -170,6 +170,7 @@ class Client:
         nodes = dict(zip(located.segment_ids, answer.nodes, strict=True))
         until_ms = asked_ms + located.lease_ms
         rows = place_rows(located)
+        yield from self._get_parts(keys, located, nodes, until_ms, floors)
         for i in range(len(located.status)):
             for _, segment_id, offset, length, generation in [r for r in rows if r[0] == i]:
                 place = Read(offset, length, generation)
@@ -179,6 +180,26 @@ class Client:
                 if good:
                     break
         del self.placements[:-8]
+
+    def _get_parts(
+        self,
+        keys: list[bytes],
+        located: Located,
+        nodes: dict[int, str],
+        until_ms: int,
+        floors: dict[bytes, int],
+    ) -> Script:
+        """Parts of striped objects: all there, one behind the other, each of the right object."""
+        lives = self.history.lives
+        ends: dict[int, int] = {}
+        for i, entry, offset, length, generation, start in PART_ROW.iter_unpack(located.parts):
+            assert start == ends.get(i, 0) or start + length == ends[i], "a hole between parts"
+            ends[i] = start + length
+            segment_id = located.segment_ids[entry]
+            place = Read(offset, length, generation)
+            where = Placement(keys[i], nodes[segment_id], segment_id, place, until_ms, lives)
+            if (yield from self._read(where, floors[keys[i]])):
+                self.history.count("good reads of parts")
 
     def _read_again(self) -> Script:
         """With a placement from before, under its lease or long after."""

@@ -23,6 +23,7 @@ from mooncake_py.master.commands import (
 )
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.state import extent_units
+from mooncake_py.master.stripes import whole_key
 
 
 class History:
@@ -74,7 +75,8 @@ class History:
                 if generation:
                     assert generation > max(self.keys, default=0), "a generation is used again"
                     self.keys[generation] = key
-            for _, segment_id, _, _, generation in grant_rows(reply):
+            for index, segment_id, _, _, generation in grant_rows(reply):
+                self.keys.setdefault(generation, command.keys[index])  # of a part
                 self.segments.setdefault(generation, set()).add(segment_id)
         elif isinstance(reply, TaskList):
             self._learn_copies(reply)
@@ -86,8 +88,9 @@ class History:
     def _learn_copies(self, reply: TaskList) -> None:
         for task in reply.copies:
             assert task.generation not in self.keys, "a generation is used again"
-            assert self.keys[task.source_generation] == task.key, "a copy of another object"
-            self.keys[task.generation] = task.key
+            key = whole_key(task.name.key)
+            assert self.keys[task.source_generation] == key, "a copy of another object"
+            self.keys[task.generation] = key
             origin = self.copy_of.get(task.source_generation, task.source_generation)
             self.copy_of[task.generation] = origin
             assert self.catalog is not None

@@ -31,6 +31,7 @@ from mooncake_py.master.commands import (
     Tasks,
 )
 from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.stripes import whole_key
 from mooncake_py.model import EXTENT_ROW, extent_bytes
 
 
@@ -179,19 +180,19 @@ class Node:
         pull = Pull(self.segment_id, self.secret, b"", (), 0)
         if self._refuses(pull, task.offset, units, task.generation, task.expires_ms):
             return LeaseExpired.code  # type: ignore[return-value]
-        number = self._begin(units, Header(task.generation, task.length, task.key), task.offset)
+        header = Header(task.generation, task.length, whole_key(task.name.key))
+        number = self._begin(units, header, task.offset)
         read = Read(task.source_offset, task.length, task.source_generation)
         found = yield Call(source, read, 200)
         if self.running.pop(number, None) is None:
             return LeaseExpired.code  # type: ignore[return-value]
         if not isinstance(found, Bytes) or found.code:
             return PeerUnreachable.code  # type: ignore[return-value]
-        assert self.history.keys[found.generation] == task.key, "a copy of another object"
+        assert self.history.keys[found.generation] == header.key, "a copy of another object"
         if task.expires_ms <= self._master_now_ms():
             return LeaseExpired.code  # type: ignore[return-value]
         self._write(units, task.generation, first_half=False)
-        header = self.headers.get(task.offset)
-        if header is None or header.generation != task.generation:
+        if self.headers.get(task.offset) is not header:
             return LeaseExpired.code  # type: ignore[return-value]
         header.sealed = True
         self.history.count("copies made")

@@ -14,12 +14,13 @@ from sim_world import Script, Sleep, Weather, World
 
 from mooncake_py.master.commands import Drain
 from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.stripes import whole_key
 
 SETTINGS = CatalogSettings(
     tick_ms=20, grant_ttl_ms=600, grant_margin_ms=150, lease_ms=300, lease_max_ms=1_000,
     heartbeat_ms=50, suspect_ms=150, dead_ms=1_000, doubt_ms=200, reclaim_max=3, step_max=3,
     generation_block=1 << 13, objects_max=1 << 12, hot_copies_max=1, hot_window_ms=300, hot_min=3,
-    hot_factor=2,
+    hot_factor=2, stripe_min_bytes=1 << 10,
 )  # fmt: skip
 
 
@@ -165,7 +166,7 @@ class Simulation:
                 assert header is not None, f"{table.key[slot]!r} is not where it should be"
                 assert header.sealed
                 assert header.generation == generation
-                assert header.key == table.key[slot]
+                assert header.key == whole_key(table.key[slot] or b"")
 
 
 def simulate(seed: int, length_ms: int = 6_000) -> Outcome:

@@ -176,7 +176,7 @@ def test_f37_copy_and_move_are_asked_for_until_they_are_so() -> None:
     assert copy(driver, [b"x", b"none"], "b") == [Backpressure.code, ObjectNotFound.code]
     assert copy(driver, [b"x"], "b") == [Backpressure.code]
     (task,) = driver.work_off()
-    assert (task.tenant, task.key, task.length) == ("t", b"x", 4096)
+    assert (task.name.tenant, task.name.key, task.length) == ("t", b"x", 4096)
     assert copy(driver, [b"x"], "b") == [OK]
     assert homes(driver, b"x") == {"a", "b"}
     rows = place_rows(driver.locate([b"x"]))
@@ -344,7 +344,7 @@ def test_f36_the_hottest_objects_are_repaired_first() -> None:
     driver.apply(Unmount("a", 1, nodes["a"]))
     driver.pass_time(S.tick_ms)
     for node in ("b", "c"):
-        order = [task.key for task in driver.fetch_tasks(nodes[node], [], 64).copies]
+        order = [task.name.key for task in driver.fetch_tasks(nodes[node], [], 64).copies]
         ranks = [key in hot for key in order]
         assert ranks == sorted(ranks, reverse=True)
         assert True in ranks

@@ -144,6 +144,7 @@ class LocateReply(Message):
     segments: RepeatedCompositeFieldContainer[Segment]
     placements: bytes
     lease_ms: int
+    parts: bytes
     def __init__(
         self,
         *,
@@ -152,6 +153,7 @@ class LocateReply(Message):
         segments: Iterable[Segment] | None = ...,
         placements: bytes | None = ...,
         lease_ms: int | None = ...,
+        parts: bytes | None = ...,
     ) -> None: ...
 
 class PutStartRequest(Message):
@@ -537,6 +539,7 @@ class TasksReply(Message):
     segments: RepeatedCompositeFieldContainer[Segment]
     copies: bytes
     waiting: int
+    names: RepeatedScalarFieldContainer[bytes]
     def __init__(
         self,
         *,
@@ -544,6 +547,7 @@ class TasksReply(Message):
         segments: Iterable[Segment] | None = ...,
         copies: bytes | None = ...,
         waiting: int | None = ...,
+        names: Iterable[bytes] | None = ...,
     ) -> None: ...
 
 class CopyRequest(Message):
