@@ -18,7 +18,7 @@ TENANT_MAX_BYTES = 128
 BATCH_MAX_KEYS = 4096  # a call; clients split larger batches by themselves
 OBJECT_MAX_BYTES = 1 << 40
 
-PART_MARK = b"\xff"  # begins the keys of parts of striped objects; no key of a caller begins so
+PART_MARK = b"\xfe"  # begins the keys of parts of striped objects; no key of a caller begins so
 
 EXTENT_HEADER_BYTES = 64
 EXTENT_ALIGN_BYTES = 64

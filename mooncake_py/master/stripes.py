@@ -3,7 +3,7 @@
 Rules. A put of at least two `stripe_min_bytes` that finds no hole is cut over the largest holes
 there are, before anything is evicted for a hole; also one that is larger than any segment. The
 first part is the object under its key, the others are objects under *part keys*, which nobody can
-name (they begin with the byte FF), and all are one group: visible together, leased together, ended
+name (they begin with the byte FE), and all are one group: visible together, leased together, ended
 together. So every other rule of the catalog holds for parts as for any object: they are moved,
 repaired, evicted and restored each by itself. Listings, events and removals show the whole under
 its key. A striped put is granted one replica a part; those that it wished for besides are made by

@@ -114,7 +114,7 @@ def test_a_listing_and_the_events_show_the_whole_under_its_key() -> None:
     assert (listed.keys, listed.lengths) == ([b"large", b"small"], [400 * KIB, 10])
     page = driver.apply(Events()).reply
     assert [each.key for each in page.events] == [b"large", b"small"]  # type: ignore[union-attr]
-    reply = driver.apply(PutStart("t", [b"\xff"], [1], bytes(16))).reply
+    reply = driver.apply(PutStart("t", [b"\xfe"], [1], bytes(16))).reply
     assert isinstance(reply, Granted)
     assert list(reply.status) == [UsageError.code], "keys of parts are nobody's to name"
 
