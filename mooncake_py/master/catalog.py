@@ -23,6 +23,7 @@ from mooncake_py.master import (
     copies,
     drains,
     events,
+    listing,
     nodes,
     puts,
     quotas,
@@ -168,7 +169,7 @@ def _put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
 _VERBS: dict[type, Callable[[CatalogState, Any, int], Applied]] = {
     Exists: reads.exists,
     Locate: reads.locate,
-    List: reads.list_keys,
+    List: listing.list_keys,
     Report: reads.report,
     SetQuota: quotas.set_quota,
     Tasks: copies.tasks,

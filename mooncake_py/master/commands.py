@@ -312,6 +312,11 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """The call takes further steps: apply the same command again, and others in between."""
+
+
+@dataclass(frozen=True, slots=True)
 class Mounted:
     """`recover`: the master wants the inventory, first that of `unrecorded` generations (ranges
     from, below); what was granted from `first_generation` on it knows anyway."""
@@ -442,7 +447,7 @@ class DrainInfo:
 
 Reply = (
     Refused | Statuses | Present | Located | Granted | Reserved | Listed | Mounted | StatusInfo
-    | Done | EventPage | TaskList | DrainInfo | Inventoried
+    | Done | EventPage | Again | TaskList | DrainInfo | Inventoried
 )  # fmt: skip
 
 # --- effects ------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ met at most once, so protection costs its own share and hides nothing.
 oldest access first) and `soft` (soft-pinned). The victim is the older of the first two heads. It
 parks only long leases: every Locate grants at least `lease_ms`, and `read` is in order of access,
 so if its head is within that plain lease, all of `read` is; `fresh` holds no leases at all.
+While everything that was read is leased, what was stored less than `spare_ms` ago is spared: else a
+full cluster would drop what has just been written because all that is older is being read. Puts
+find no space then, and clients try again until the first lease has ended, or `spare_ms`.
 
 *Chains.* The keys of one Locate or PutEnd are taken for a prefix: they enter the order from the
 last to the first, so that the tail of a chain goes before its middle, and what is left is usable.
@@ -94,10 +97,11 @@ class Pool(ABC):
 
     lists = 1  # how many lists a pool of this policy has
 
-    def __init__(self, table: ObjectTable, links: Links, lease_ms: int) -> None:
+    def __init__(self, table: ObjectTable, links: Links, lease_ms: int, spare_ms: int = 0) -> None:
         self._table = table
         self._links = links
         self._lease_ms = lease_ms
+        self._spare_ms = spare_ms
         self._heads = [links.new_list() for _ in range(self.lists)]
         self._parked: list[tuple[int, int, int]] = []  # heap: until ms, slot, generation
         self._pins: list[tuple[int, int, int]] = []  # heap: end of soft pin, slot, generation
@@ -213,8 +217,8 @@ class Lru(Pool):
 
     lists = 3
 
-    def __init__(self, table: ObjectTable, links: Links, lease_ms: int) -> None:
-        super().__init__(table, links, lease_ms)
+    def __init__(self, table: ObjectTable, links: Links, lease_ms: int, spare_ms: int = 0) -> None:
+        super().__init__(table, links, lease_ms, spare_ms)
         self._fresh, self._read, self._soft = self._heads
 
     def _list_of(self, slot: int) -> int:
@@ -280,7 +284,7 @@ class Lru(Pool):
             fresh, read = next_[self._fresh], next_[self._read]
             no_read = read_locked or read == self._read
             if fresh != self._fresh and (no_read or stamp[fresh] <= stamp[read]):
-                return fresh
+                return -1 if self._spares(fresh, read, now_ms) else fresh
             if no_read:
                 return self._soft_victim(self._soft, now_ms)
             until = table.leased_until(read, self._lease_ms)
@@ -290,6 +294,12 @@ class Lru(Pool):
                 self.set_aside(read, until)
             else:
                 read_locked = True
+
+    def _spares(self, fresh: int, read: int, now_ms: int) -> bool:
+        """Is the oldest unread one very young, and all that was read leased?"""
+        table = self._table
+        young = table.stamp[fresh] > now_ms - self._spare_ms
+        return young and read != self._read and table.leased_until(read, self._lease_ms) > now_ms
 
 
 class EvictionOrder:

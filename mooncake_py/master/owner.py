@@ -226,6 +226,10 @@ class Owner:
             call.reply(self._service.refuse(method, obstacle))
             return
         answer = self._service.handle(method, call.payload, now_ms)
+        if answer.again:
+            if not self._inbox.put(call):
+                self._refuse_busy(call)
+            return
         self._calls[call.door, method.number].value += 1
         if answer.code:
             self._failed[method.number].value += 1

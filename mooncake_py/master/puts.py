@@ -46,6 +46,7 @@ from mooncake_py.model import (
 _EXISTS, _SPACE, _QUOTA = ObjectExists.code, OutOfSpace.code, QuotaExceeded.code
 _USAGE, _EXPIRED = UsageError.code, LeaseExpired.code
 _ROUND = EXTENT_HEADER_BYTES + EXTENT_ALIGN_BYTES - 1
+_EVICT_MAX = 4_096  # objects that one put start may evict; what does not fit then comes again
 _EVICT_FOR_EXTRA = 64  # objects that may go for a replica that is only wished for
 
 
@@ -95,6 +96,7 @@ class _PutStart:
         self.largest = max((each.allocator.units for each in segments), default=0)
         high = int(self.capacity * state.settings.evict_high_ratio)
         self.room = high - sum(each.used_units for each in segments)
+        self.evictions_left = _EVICT_MAX
         self.stripes: dict[int, Stripe] = {}  # by key index
         self.part_rows: list[tuple[int, int, bytes]] = []  # entry, row, key of each of these
         self.owners: list[int] = []  # key index of each grant that is a further part
@@ -198,7 +200,7 @@ class _PutStart:
         state = self.state
         surplus = len(state.table) + state.open_grants + len(indices) - state.table.capacity
         for _ in range(surplus):
-            if not state.evict(self.work, 1, self.now_ms):
+            if not self._evict(1):
                 break
             surplus -= 1
         if surplus <= 0:
@@ -206,6 +208,14 @@ class _PutStart:
         for i in indices[-surplus:]:
             self.status[i] = _SPACE
         return indices[:-surplus]
+
+    def _evict(self, units: int, count_max: int = _EVICT_MAX) -> int:
+        """Evict until so many units are free; the units that became free."""
+        before = self.work.drop_count
+        most = min(count_max, self.evictions_left)
+        freed = self.state.evict(self.work, units, self.now_ms, most) if most > 0 else 0
+        self.evictions_left -= self.work.drop_count - before
+        return freed
 
     def _special(self) -> bool:
         policy = self.policy
@@ -227,7 +237,7 @@ class _PutStart:
             return _QUOTA
         self.room -= units * replicas
         if self.room < 0:
-            self.room += state.evict(self.work, -self.room, self.now_ms)
+            self.room += self._evict(-self.room)
         if stripable and not any(
             each.allocator.largest >= units for each in state.members.placeable
         ):
@@ -260,7 +270,7 @@ class _PutStart:
             stripe = find_parts(state.members.placeable, length, part_min, count_max)
             if stripe is not None:
                 break
-            freed = state.evict(self.work, max(1, units // 8), self.now_ms)
+            freed = self._evict(max(1, units // 8))
             self.room += freed
             if not freed:
                 self.room += units * replicas
@@ -295,7 +305,7 @@ class _PutStart:
         left = 1 << 62 if needed else _EVICT_FOR_EXTRA
         while left > 0:
             before = self.work.drop_count
-            self.room += state.evict(self.work, 1, self.now_ms, left)
+            self.room += self._evict(1, left)
             evicted = self.work.drop_count - before
             if not evicted:
                 return -1

@@ -1,4 +1,4 @@
-"""Exists, locate, list, report.
+"""Exists, locate, report.
 
 Rules. Exists answers yes for a complete object with a replica that a reader may be sent to; it
 changes nothing. Locate answers such replicas, renews the lease and counts as the access that the
@@ -10,7 +10,6 @@ changes nothing. Pure.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,8 +26,6 @@ from mooncake_py.errors import (
 from mooncake_py.master.commands import (
     Applied,
     Exists,
-    List,
-    Listed,
     Locate,
     Located,
     Present,
@@ -49,20 +46,18 @@ from mooncake_py.master.objects import (
     TTL,
 )
 from mooncake_py.master.state import CatalogState
-from mooncake_py.master.stripes import part_slots, whole_length
-from mooncake_py.master.tenant import Listing, Tenant
+from mooncake_py.master.stripes import part_slots
+from mooncake_py.master.tenant import Tenant
 from mooncake_py.master.work import Work
 from mooncake_py.model import (
     BATCH_MAX_KEYS,
     EXTENT_ALIGN_BYTES,
-    PART_MARK,
     PART_ROW,
     PLACEMENT_ROW,
 )
 
 _MISS = ObjectNotFound.code
 _SPECIAL = REPLICAS | TTL | GROUP | COPIED
-_LISTINGS_MAX = 4  # in progress a tenant
 _WRONG_BYTES = (ChecksumMismatch.code, LeaseExpired.code)
 _UNREACHED = (PeerUnreachable.code, TransferTimeout.code)
 
@@ -220,53 +215,6 @@ def _rows_of(
         )
         for place in state.readable_places(slot, now_ms)
     ]
-
-
-def list_keys(state: CatalogState, command: List, now_ms: int) -> Applied:
-    limit = min(command.limit, state.settings.list_max)
-    if limit < 1:
-        return Applied(Refused(UsageError.code, "limit of a listing must be at least 1"))
-    tenant = state.tenants.find(command.tenant)
-    if tenant is None:
-        return Applied(Listed((), (), (), False))
-    found = _next_keys(tenant, command, limit + 1, now_ms)
-    page = found[:limit]
-    slots = [tenant.complete[key] for key in page]
-    lengths = [whole_length(state.table, tenant, slot) for slot in slots]
-    replicas = [len(state.table.places(slot)) for slot in slots]
-    return Applied(Listed(page, lengths, replicas, len(found) > limit))
-
-
-def _next_keys(tenant: Tenant, command: List, count: int, now_ms: int) -> list[bytes]:
-    """The first `count` keys after `after`.
-
-    The first page looks at all keys, the second sorts those that are left, and the pages after that
-    only walk on through them: a listing does not see what is put behind its back.
-    """
-    prefix, after = command.prefix, command.after
-    listing = tenant.listings.pop((prefix, after), None)
-    if listing is None:
-        keys = [
-            key for key in tenant.complete if after < key < PART_MARK and key.startswith(prefix)
-        ]
-        if not after:
-            found = heapq.nsmallest(count, keys)
-            return found
-        keys.sort()
-        listing = Listing(keys)
-    found = []
-    while listing.position < len(listing.keys) and len(found) < count:
-        key = listing.keys[listing.position]
-        listing.position += 1
-        if key in tenant.complete:
-            found.append(key)
-    if len(found) == count:
-        listing.position -= 1  # one was only to see whether there are more
-        listing.used_ms = now_ms
-        while len(tenant.listings) >= _LISTINGS_MAX:
-            del tenant.listings[next(iter(tenant.listings))]
-        tenant.listings[prefix, found[-2] if count > 1 else after] = listing
-    return found
 
 
 def report(state: CatalogState, command: Report, now_ms: int) -> Applied:

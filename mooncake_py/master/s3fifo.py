@@ -25,8 +25,8 @@ _SMALL_SHARE = 10  # small holds one of so many objects
 class S3Fifo(Pool):
     lists = 3
 
-    def __init__(self, table: ObjectTable, links: Links, lease_ms: int) -> None:
-        super().__init__(table, links, lease_ms)
+    def __init__(self, table: ObjectTable, links: Links, lease_ms: int, spare_ms: int = 0) -> None:
+        super().__init__(table, links, lease_ms, spare_ms)
         self._small, self._main, self._soft = self._heads
         self._frequency: dict[int, int] = {}  # of slots located since they were last looked at
         self._in_small: set[int] = set()

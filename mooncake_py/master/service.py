@@ -49,6 +49,7 @@ class Answer:
     code: int = 0
     records: list[bytes] = field(default_factory=list)
     durable_first: bool = False
+    again: bool = False  # there is no reply yet: handle the same call once more, after others
     orders: Sequence[Order] = ()  # for nodes, to be carried out before the reply
 
 
@@ -98,12 +99,14 @@ class Service:
             if isinstance(applied.reply, c.Refused):
                 error = error_of(applied.reply.code, applied.reply.cause)
                 return self._refused(method, error, applied.records)
+            if isinstance(applied.reply, c.Again):
+                return Answer(b"", records=applied.records, again=True)
             return Answer(
                 self._reply(method, command, applied.reply, now_ms),
                 0,
                 applied.records,
                 applied.durable_first,
-                self._orders(applied.effects) if applied.durable_first else (),
+                orders=self._orders(applied.effects) if applied.durable_first else (),
             )
         except MooncakeError as error:
             return self._refused(method, error)

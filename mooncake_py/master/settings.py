@@ -28,6 +28,7 @@ class CatalogSettings:
     evict_high_ratio: float = 0.95  # eviction starts
     evict_low_ratio: float = 0.90  # eviction stops
     eviction: str = "lru"  # or "s3fifo" or "cost" (eviction.py, s3fifo.py, worth.py)
+    spare_ms: int = 500  # for so long a new object is not evicted while all older ones are leased
     soft_pin_max_ms: int = 3_600_000  # longest soft pin; longer wishes are cut to it
     hard_pin_max_ratio: float = 0.5  # of the cluster's bytes; more hard pins are refused
     tenant_hard_pin_max_ratio: float = 0.5  # likewise, of one tenant

@@ -71,7 +71,8 @@ class CatalogState:
         links = Links(settings.objects_max, 3 * settings.tenants_max)
         policy = _POLICIES[settings.eviction]
         self.tenants = Tenants(
-            settings.tenants_max, lambda: policy(self.table, links, settings.lease_ms)
+            settings.tenants_max,
+            lambda: policy(self.table, links, settings.lease_ms, settings.spare_ms),
         )
         self.members = Membership(settings)
         self.order = EvictionOrder(self.table)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mooncake_py.master.eviction import Pool
 from mooncake_py.model import TENANT_MAX_BYTES
@@ -70,15 +71,6 @@ class Quota:
         )
 
 
-@dataclass(slots=True)
-class Listing:
-    """The keys of a listing in progress, so that not every page has to look at all keys."""
-
-    keys: list[bytes]
-    position: int = 0  # where the next page begins
-    used_ms: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Tenant:
     name: str
@@ -90,8 +82,8 @@ class Tenant:
     used_bytes: int = 0  # extents of complete and writing objects
     hard_pinned_units: int = 0  # of these
 
-    # by prefix and the last key of the page before
-    listings: dict[tuple[bytes, bytes], Listing] = field(default_factory=dict)
+    # by prefix and the last key of the page before (listing.py)
+    listings: dict[tuple[bytes, bytes], Any] = field(default_factory=dict)
     counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     @property

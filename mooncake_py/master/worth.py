@@ -38,8 +38,8 @@ class _Rank(NamedTuple):
 class Worth(Pool):
     lists = 2
 
-    def __init__(self, table: ObjectTable, links: Links, lease_ms: int) -> None:
-        super().__init__(table, links, lease_ms)
+    def __init__(self, table: ObjectTable, links: Links, lease_ms: int, spare_ms: int = 0) -> None:
+        super().__init__(table, links, lease_ms, spare_ms)
         self._plain, self._soft = self._heads
         self._ranks: dict[int, _Rank] = {}
         self._heap: list[tuple[float, int, int, int]] = []  # height, order, slot, generation

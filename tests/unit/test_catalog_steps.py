@@ -10,9 +10,12 @@ from catalog_model import Driver, check_invariants
 
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
+    Again,
     Done,
     Granted,
     Heartbeat,
+    List,
+    Listed,
     PutStart,
     Refused,
     Remove,
@@ -241,3 +244,27 @@ def test_f19_a_pattern_that_is_none_is_refused_before_anything_changes(driver: D
     ):
         assert isinstance(driver.apply(command).reply, Refused)
     assert driver.exists([b"k"]) == [1]
+
+
+def test_f48_a_listing_of_many_keys_goes_in_steps_and_misses_none() -> None:
+    driver = Driver(CatalogSettings(objects_max=1 << 16))
+    driver.mount("a", 64 << 20)
+    keys = [b"%05d" % (i * 7919 % 20_000) for i in range(20_000)]
+    for start in range(0, 20_000, 4_000):
+        driver.put(keys[start : start + 4_000], 8)
+    found: list[bytes] = []
+    steps, more = 0, True
+    while more:
+        reply = driver.apply(List("t", b"0", found[-1] if found else b"", 3_000)).reply
+        steps += 1
+        if isinstance(reply, Again):
+            driver.remove([b"%05d" % (9_000 + steps)])
+            continue
+        assert isinstance(reply, Listed)
+        found += reply.keys
+        more = reply.more
+    gone = set(keys) - {key for key in keys if driver.exists([key]) == [1]}
+    assert [key for key in found if key not in gone] == sorted(
+        key for key in keys if key.startswith(b"0") and key not in gone
+    )
+    assert steps >= 4 + 2

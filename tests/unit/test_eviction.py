@@ -7,7 +7,7 @@ import random
 import pytest
 from catalog_model import Driver, check_invariants
 
-from mooncake_py.errors import OutOfSpace
+from mooncake_py.errors import OK, OutOfSpace
 from mooncake_py.master.commands import Heartbeat, Locate, PutStart
 from mooncake_py.master.eviction import Links, Lru
 from mooncake_py.master.objects import LONG_LEASE, SOFT_PIN, ObjectTable
@@ -309,3 +309,30 @@ def test_room_is_counted_with_headers() -> None:
     driver = Driver(CatalogSettings(evict_high_ratio=1.0))
     driver.mount("a", 10 * extent_bytes(PAGE))
     assert driver.start(names(0, 11), PAGE).status == bytes(10) + bytes([SPACE])
+
+
+def test_a13_what_was_just_stored_is_spared_while_all_older_objects_are_being_read() -> None:
+    settings = CatalogSettings(objects_max=1 << 14, evict_high_ratio=1.0, evict_low_ratio=1.0)
+    driver = Driver(settings)
+    driver.mount("a", 64 * 1024)
+    old = [b"old%d" % i for i in range(10)]
+    driver.put(old, 4096)
+    driver.pass_time(2_000)
+    driver.locate(old)
+    driver.put([b"new%d" % i for i in range(5)], 4096)
+    assert driver.put([b"more"], 4096) == [OutOfSpace.code], "its client comes again"
+    assert driver.exists([b"new%d" % i for i in range(5)]) == [1] * 5
+    driver.pass_time(settings.spare_ms + 100)
+    assert driver.put([b"more"], 4096) == [OK], "but nothing is kept for ever"
+    assert sum(driver.exists([b"new%d" % i for i in range(5)])) == 4
+
+
+def test_a33_one_put_evicts_a_bounded_number_of_objects() -> None:
+    driver = Driver(CatalogSettings(objects_max=1 << 14))
+    driver.mount("a", 1 << 20)
+    for part in range(3):
+        driver.put([b"%d-%d" % (part, i) for i in range(2_600)], 64)
+    evictions = driver.catalog.state.counters["evictions"]
+    assert driver.put([b"large"], 900 << 10) == [OutOfSpace.code]
+    assert driver.catalog.state.counters["evictions"] - evictions == 4_096
+    assert driver.put([b"large"], 900 << 10) == [OK], "the next attempt goes on from there"
