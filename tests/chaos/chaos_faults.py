@@ -113,14 +113,19 @@ class Faults:
         self._away(name, began, time.monotonic_ns() + GRACE, lost=True)
 
     def _stop(self, step: Step, names: list[str]) -> Undo:
-        (name,) = names
-        if not self._is_up(name):
+        if not all(map(self._is_up, names)):
             return _nothing
         now = time.monotonic_ns()
-        self.world.signal(name, signal.SIGSTOP)
-        if name[0] == "n":
-            self._away(name, now, FOREVER, lost=step.for_ms * 1_000_000 > DEAD)
-        return lambda: self._continue(name, now)
+        for name in names:
+            self.world.signal(name, signal.SIGSTOP)
+            if name[0] == "n":
+                self._away(name, now, FOREVER, lost=step.for_ms * 1_000_000 > DEAD)
+
+        def undo() -> None:
+            for name in names:
+                self._continue(name, now)
+
+        return undo
 
     def _trap(self, step: Step, names: list[str]) -> Undo:
         (name,) = names

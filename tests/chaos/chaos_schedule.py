@@ -100,6 +100,17 @@ def _stop_etcd(chance: random.Random, shape: Shape) -> tuple[str, tuple[str, ...
     return "stop", (_etcd(chance, shape),), chance.choice((500, 2_500, 5_000)), 0
 
 
+def _stop_majority(chance: random.Random, shape: Shape) -> tuple[str, tuple[str, ...], int, int]:
+    """Of etcd: nothing can be written, however many are left."""
+    victims = chance.sample(range(shape.etcd_count), shape.etcd_count // 2 + 1)
+    return (
+        "stop",
+        tuple(f"e{number}" for number in sorted(victims)),
+        chance.choice((1_500, 4_000)),
+        0,
+    )
+
+
 def _kill_client(chance: random.Random, shape: Shape) -> tuple[str, tuple[str, ...], int, int]:
     return "kill", (_client(chance, shape),), 200, 0
 
@@ -154,7 +165,7 @@ def _groups(shape: Shape) -> dict[str, Sequence[Maker]]:
         "clients": (_kill_client, _stop_client, _trap_client, _trap_client),
     }
     if shape.etcd_count:
-        groups["etcd"] = (_kill_etcd, _stop_etcd)
+        groups["etcd"] = (_kill_etcd, _stop_etcd, _stop_majority)
     else:
         groups["masters"] = (_kill_master, _kill_master, _wipe)
         groups["disk"] = (_fill,)
