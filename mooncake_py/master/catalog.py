@@ -207,9 +207,9 @@ class Catalog:
         segment = self.state.members.by_id.get(segment_id)
         return None if segment is None else _segment_info(segment)
 
-    def has_followers(self) -> bool:
+    def has_followers(self, now_ms: int) -> bool:
         """Do nodes report here, at least half of those that are known?"""
-        return self.state.members.reports()
+        return self.state.members.reports(now_ms)
 
     def slices(self, now_ms: int) -> Slices:
         """Begin a snapshot that is made in steps; one at a time."""

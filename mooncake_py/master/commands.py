@@ -232,7 +232,7 @@ class Tick:
     """Time passed: expire grants, leases, TTLs and pins, judge nodes, evict down to the low
     watermark (at most `evict_max` objects a tick). Of everything else a tick does at most
     `CatalogSettings.step_max`. Sent every `CatalogSettings.tick_ms`. Without `bury` silent nodes
-    are suspect, however long, and not dead."""
+    are neither suspect nor dead."""
 
     evict_max: int = 1000
     bury: bool = True

@@ -13,8 +13,8 @@ stop* without being told:
 * OUTAGE: not proven, and the last renewal reached no member of etcd. Nothing that changes the
   catalog is served. Reads are, since nodes tell an outage from a deposition: a heartbeat is
   answered `NotLeader` then, so each node looks for a newer leader on its own, and as soon as it
-  follows one it is silent here and its objects are not given out any more. When most nodes are
-  silent nothing is served: what is not known here may be known to the newer leader.
+  follows one it is silent here. When most nodes are silent nothing is served: what is not known
+  here may be known to the newer leader.
 * ENDED: etcd said that the lease or the key is gone. For ever; a new term begins with a new object.
 
 A follower may take over in two ways: when the key is gone, and when the leader's *process* is

@@ -209,10 +209,10 @@ class Membership:
             segment.state = state
             self.refresh()
 
-    def reports(self) -> bool:
+    def reports(self, now_ms: int) -> bool:
         """Do nodes report to this master, at least half of those it knows?"""
         present = [each for each in self.by_id.values() if each.state != GONE]
-        heard = sum(each.readable for each in present)
+        heard = sum(now_ms - each.seen_ms < self._patience_ms(each) for each in present)
         return heard > 0 and 2 * heard >= len(present)
 
     def forget(self, segment: Segment) -> None:

@@ -112,17 +112,18 @@ def lose_segment(state: CatalogState, work: Work, segment: Segment, now_ms: int)
 
 
 def judge(state: CatalogState, work: Work, now_ms: int, bury: bool = True) -> None:
-    """Silence makes suspects, long silence ends, if `bury`."""
+    """Silence makes suspects, long silence ends. Without `bury` only reports make suspects, and
+    silence counts from then on."""
     suspects, dead = state.members.silent(now_ms)
+    if not bury:
+        for segment in dead:
+            segment.seen_ms = now_ms - state.settings.suspect_ms
+        return
     for segment in suspects:
         state.members.set_state(segment, SUSPECT)
         state.counters["suspects"] += 1
     for segment in dead:
-        if bury:
-            lose_segment(state, work, segment, now_ms)
-        else:
-            segment.seen_ms = now_ms - state.settings.suspect_ms
-            state.members.set_state(segment, SUSPECT)
+        lose_segment(state, work, segment, now_ms)
 
 
 def reclaim(state: CatalogState, work: Work, now_ms: int) -> None:

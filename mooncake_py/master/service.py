@@ -117,8 +117,8 @@ class Service:
 
     def tick(self, now_ms: int, evict_max: int | None = None) -> list[bytes]:
         """Let time pass in the catalog; its records. evict_max 0: what a master does that can
-        record nothing. It buries nobody either: nodes that it answers NotLeader look for another
-        master, and may be stuck with one that is silent."""
+        record nothing. It judges no node either: those that it answers NotLeader look for another
+        master and may be stuck with one that is silent, and others wait for a mount's record."""
         command = c.Tick() if evict_max is None else c.Tick(evict_max, bury=evict_max > 0)
         applied = self._catalog.apply(command, now_ms)
         self.behind = isinstance(applied.reply, c.Done) and applied.reply.more

@@ -400,7 +400,7 @@ class Contender:
             if stand is Stand.OUTAGE:
                 if method.changes or method in (HEARTBEAT, PUT_REVOKE, UNMOUNT):
                     return NotLeader("etcd cannot be reached; reads go on")
-                if not catalog.has_followers():
+                if not catalog.has_followers(now_ms):
                     return NotLeader("neither etcd nor most nodes are there: another may lead")
                 return None
             if stand is Stand.ENDED and session.successor:
