@@ -130,6 +130,11 @@ class PageStore:
         UsageError."""
         return self._client.register(buffer, fd=fd)
 
+    def alloc(self, nbytes: int) -> RegisteredMemory:
+        """New memory that nodes on this host map: what is put from it is copied once. Raises
+        OutOfSpace, UsageError."""
+        return self._client.alloc(nbytes)
+
     def close(self) -> None:
         """Let running calls end and release everything. Twice is fine."""
         with self._lock:
