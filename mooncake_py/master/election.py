@@ -55,6 +55,11 @@ class LeaseTimes:
         return self.lease_ms // 2
 
     @property
+    def touch_ms(self) -> int:
+        """A renewal that is older than this should have been followed by another."""
+        return max(1_500, 2 * self.renew_ms + self.renew_ms // 2)
+
+    @property
     def margin_ms(self) -> int:
         """By how much the proof ends before the lease: clocks may differ by a tenth."""
         return self.lease_ms // 10
@@ -68,7 +73,15 @@ class LeaseTimes:
 class Leadership:
     """One term. `sent_ms` is when a renewal, or the grant of the lease, was sent."""
 
-    __slots__ = ("_came_round_ms", "_ended", "_outage", "_proof_ms", "_times", "term")
+    __slots__ = (
+        "_came_round_ms",
+        "_ended",
+        "_outage",
+        "_proof_ms",
+        "_renewed_ms",
+        "_times",
+        "term",
+    )
 
     def __init__(self, times: LeaseTimes, term: int, sent_ms: int, ttl_ms: int) -> None:
         self._times = times
@@ -77,12 +90,18 @@ class Leadership:
         self._outage = False
         self._came_round_ms = sent_ms
         self._proof_ms = 0
+        self._renewed_ms = sent_ms
         self.renewed(sent_ms, ttl_ms)
 
     def renewed(self, sent_ms: int, ttl_ms: int) -> None:
         """etcd holds the lease for `ttl_ms` from some moment after `sent_ms`."""
         self._proof_ms = max(self._proof_ms, sent_ms + ttl_ms - self._times.margin_ms)
         self._outage = False
+        self._renewed_ms = max(self._renewed_ms, sent_ms)
+
+    def in_touch(self, now_ms: int) -> bool:
+        """Has etcd answered lately? For people: nothing is decided by it."""
+        return not self._outage and now_ms - self._renewed_ms < self._times.touch_ms
 
     def unreached(self, sent_ms: int, now_ms: int) -> None:
         """A renewal reached no member of etcd. One that took longer than it may says nothing: the

@@ -313,6 +313,7 @@ class Watch:
         self._client = client
         self._prefix = prefix
         self.revision = after_revision  # everything up to it was given
+        self.heard_ms = client._clock.now_ms()  # when a member answered last
         self._stream: _Stream | None = None
         self._quiet_until_ms = 0
         self._closed = False
@@ -325,6 +326,8 @@ class Watch:
             if stream is None:
                 stream = self._stream = self._open()
             response = stream.next(min(deadline.left_ms(), SIGN_MS))
+            if response is not None:
+                self.heard_ms = self._client._clock.now_ms()
             if response is None and not stream.lost():
                 if deadline.passed():
                     return []

@@ -111,6 +111,10 @@ class Session:
     def stand(self, now_ms: int) -> Stand:
         return self._leadership.stand(now_ms)
 
+    def in_touch(self, now_ms: int) -> bool:
+        """Has etcd answered lately?"""
+        return self._leadership.in_touch(now_ms)
+
     def end(self) -> None:
         self._leadership.end()
         self._stop.set()

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 WATCH_MS = 100  # between two looks at whether the leader's process is gone
 MARK_BYTES = 1 << 20
 MARKS_MAX = 1_000  # a log that is longer counts as this long
+TOUCH_MS = 1_500  # since etcd answered last; then a follower is not healthy
 RETRY_MS = 500  # after etcd failed
 PROBE_MS = 200  # between two attempts to connect to the leader
 _DELETE = 1
@@ -89,6 +90,11 @@ class Follower:
                 self.leader = None if event.type == _DELETE else leader_of(event.kv)
             elif event.type != _DELETE:
                 self._take(event.kv)
+
+    @property
+    def heard_ms(self) -> int:
+        """When etcd answered last."""
+        return self._watch.heard_ms if self._watch is not None else 0
 
     def catch_up(self) -> None:
         """Read the rest of the log, once nobody else can write."""
@@ -257,7 +263,9 @@ class Contender:
         self._reign: Reign | None = None
         self._leader = ""
         self._term = 0
+        self._session: Session | None = None
         self._in_touch = False
+        self._heard_ms = 0  # when etcd answered last
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mooncake-contender", daemon=True)
 
@@ -272,9 +280,12 @@ class Contender:
             call.reply(refusal(call.method, self._not_leader(), self._term))
 
     def healthy(self) -> bool:
-        """It leads and can, or it follows and is in touch with etcd."""
-        reign = self._reign
-        return reign.healthy() if reign is not None else self._in_touch
+        """It is in touch with etcd, and leads and can, or follows."""
+        reign, session = self._reign, self._session
+        now_ms = self._setup.clock.now_ms()
+        if reign is not None and session is not None:
+            return session.in_touch(now_ms) and reign.healthy()
+        return self._in_touch and now_ms - self._heard_ms < TOUCH_MS
 
     def catalog_numbers(self) -> dict[str, float]:
         reign = self._reign
@@ -300,7 +311,7 @@ class Contender:
             follower = Follower(self._store, Shadow(self._setup.catalog))
             try:
                 follower.load()
-                self._in_touch = True
+                self._in_touch, self._heard_ms = True, self._setup.clock.now_ms()
                 session = self._follow(follower)
                 if session is not None:
                     self._lead(session, follower)
@@ -337,6 +348,7 @@ class Contender:
                     return won
                 follower.leader = won if won.revision else None
             follower.step(WATCH_MS)
+            self._heard_ms = follower.heard_ms
         return None
 
     def _meet(self, leader: Leader) -> None:
@@ -380,7 +392,7 @@ class Contender:
             store.close()  # gives the lease back: somebody else may have more luck
             raise
         self._leader, self._term = "", session.term
-        self._reign = reign
+        self._session, self._reign = session, reign
         log.info("leading in term %d: %s", session.term, report)
         self._say(f"leads term={session.term} lane={reign.lane}")
         try:

@@ -51,6 +51,7 @@ class Masters:
         self.address = ",".join(self.addresses)
         self._masters: dict[int, Child] = {}
         self._roles: dict[int, str] = {}
+        self.fields: dict[int, dict[str, str]] = {}  # of their ready lines
         self._nodes: list[Child] = []
         self._started = 0
         for number in range(count):
@@ -75,6 +76,7 @@ class Masters:
         line = child.line(START_MS)
         assert line is not None, child.complaint()
         assert line.startswith("mooncake-master ready "), line
+        self.fields[number] = dict(field.split("=", 1) for field in line.split()[2:])
 
     def _start_node(self) -> None:
         name = f"node-{len(self._nodes)}"
