@@ -85,3 +85,17 @@ def test_f11_killed_at_once_the_embedded_master_loses_nothing_acknowledged(
         cluster.start_master(port)
         told(cluster, COUNT)
         assert client.get_batch(keys) == [value_of(key) for key in keys]
+
+
+def test_f64_objects_that_were_moved_come_back_from_where_they_are(cluster: Cluster) -> None:
+    keys = [f"page/{i}" for i in range(40)]
+    with StoreClient(cluster.address) as client:
+        assert not any(client.put_batch(keys, [value_of(key) for key in keys]))
+    leaves = cluster.nodes.pop()
+    assert leaves.child.stop(20_000) == 0  # drained: its objects are copies elsewhere now
+    port = kill_master(cluster)
+    forget(cluster)
+    cluster.start_master(port)
+    told(cluster, len(keys))
+    with StoreClient(cluster.address) as client:
+        assert client.get_batch(keys) == [value_of(key) for key in keys]
