@@ -134,9 +134,10 @@ bool RdmaEndpoint::place_locked(const std::shared_ptr<Job>& job) {
     works.clear();
     const int32_t status = fabric_.staging().allocate(part.length, &job->staged);
     if (status == MC_E_BACKPRESSURE) return false;
-    if (status == MC_OK && part.op == MC_OP_WRITE && job->batch->copying()) {
-      mc_copy(job->staged, part.local, part.length);
-      job->batch->copied();
+    if (status == MC_OK && part.op == MC_OP_WRITE) {
+      if (const Copying copying(*job->batch); copying) {
+        mc_copy(job->staged, part.local, part.length);
+      }
     }
     if (status != MC_OK || !works_locked(job, &works, &remote)) {
       by_stream_locked(job);
@@ -306,7 +307,8 @@ void RdmaEndpoint::completed(uint32_t number, const verbs::Wc& completion) {
 void RdmaEndpoint::finish(Job& job) {
   const Part& part = job.part;
   uint32_t crc = 0;
-  if (job.status == MC_OK && job.batch->copying()) {
+  Copying copying(*job.batch);
+  if (job.status == MC_OK && copying) {
     const bool arrived = job.staged != 0 && part.op == MC_OP_READ;
     if (arrived && part.crc) {
       crc = mc_copy_crc32c(part.local, job.staged, part.length);
@@ -315,8 +317,8 @@ void RdmaEndpoint::finish(Job& job) {
     } else if (part.crc && part.length > 0) {
       crc = mc_crc32c(reinterpret_cast<const void*>(part.local), part.length, 0);
     }
-    job.batch->copied();
   }
+  copying.end();
   {
     const std::lock_guard lock(work_mutex_);
     release_locked(job);
