@@ -136,6 +136,8 @@ class Faults:
         return lambda: self._continue(name, now)
 
     def _continue(self, name: str, began: int) -> None:
+        if name[0] == "c":
+            self.world.signal(name, signal.SIGHUP)  # the trap, if it has not sprung
         self.world.signal(name, signal.SIGCONT)
         ended = time.monotonic_ns()
         if name[0] == "c":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import select
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -130,6 +131,8 @@ class Run:
                 )
                 break
         self._until(_now_ms() + 3_000)  # doubts and avoided nodes end
+        for name in self.world.names("c"):
+            self.world.signal(name, signal.SIGCONT)  # one that stopped itself in the last moment
         self._quiet_since = time.monotonic_ns()
         self._until(_now_ms() + QUIET_MS)
         for name, code in self.world.stop_clients().items():

@@ -4,7 +4,8 @@
 
 Writes begin with a line in the history before they are sent, so that what a killed client may have
 done is known. Two threads, one a tenant. SIGTERM ends it. SIGUSR1: stop (SIGSTOP) between the put
-start and the pulls of the next put; SIGUSR2: between its pulls and its put end.
+start and the pulls of the next put; SIGUSR2: between its pulls and its put end; SIGHUP: not after
+all.
 """
 
 from __future__ import annotations
@@ -412,10 +413,12 @@ def main() -> None:
             Trap.before_pull = True
         elif number == signal.SIGUSR2:
             Trap.before_end = True
+        elif number == signal.SIGHUP:
+            Trap.before_pull = Trap.before_end = False
         else:
             stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, on_signal)
     book = Book(spec.history)
     threads = [Caller(spec, tenant, book, stop) for tenant in ("red", "blue")]
