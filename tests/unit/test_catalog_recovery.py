@@ -382,3 +382,19 @@ def test_f64_a_history_cut_anywhere_loses_no_put_and_raises_no_dead(data: st.Dat
             durable = len(cluster.driver.log)
         assert cluster.keys() == sorted(key for key, there in truth.items() if there)
     check_invariants(cluster.driver.catalog)
+
+
+def test_f10_leases_are_renewed_by_readers_and_end_by_themselves() -> None:
+    """A read that takes longer than a lease renews it; a reader that died leaves nothing behind,
+    and neither does a change of the master."""
+    cluster = Cluster("a")
+    driver = cluster.driver
+    cluster.put(b"k")
+    for _ in range(3):  # a long read, renewed in time
+        driver.locate([b"k"])
+        driver.pass_time(SETTINGS.lease_ms - 100)
+        assert driver.remove([b"k"]).kept == 1
+    cluster.crash(0)  # the new master knows of no lease, and honours all there may be
+    assert driver.remove([b"k"]).kept == 1
+    driver.pass_time(SETTINGS.lease_ms + 1_000)
+    assert driver.remove([b"k"]).removed == 1
