@@ -57,6 +57,8 @@ class Batch {
   // nobody writes into local memory for this batch any more.
   void finish(int32_t status, const char* reason);
 
+  bool copying();  // true: call copied() after the copy; prefer a Copying
+  void copied();
   void stop();
   bool stopped() const { return stopped_.load(std::memory_order_acquire); }
 
@@ -78,9 +80,6 @@ class Batch {
     int32_t status = MC_OK;
     std::vector<PartCrc> crcs;  // of a slice in several parts
   };
-  friend class Copying;
-  bool copying();
-  void copied();
   void complete_locked(uint64_t i, int32_t status);
   void join_crcs_locked(uint64_t i);
 
