@@ -141,7 +141,9 @@ def _status(state: CatalogState, command: Status, now_ms: int) -> Applied:
         capacity_bytes=EXTENT_ALIGN_BYTES * sum(each.allocator.units for each in present),
         segments=[_segment_info(each) for each in present],
         counters=counters,
-        tenants=[quotas.tenant_info(each) for each in islice(state.tenants, _TENANTS_SHOWN)],
+        tenants=[
+            quotas.tenant_info(each, now_ms) for each in islice(state.tenants, _TENANTS_SHOWN)
+        ],
     )
     return Applied(info)
 

@@ -13,7 +13,7 @@ from mooncake_py.master.commands import Applied, PutEnd, PutRevoke, Refused, Sta
 from mooncake_py.master.events import STORED
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.objects import HARD_PIN, REPLICAS, SOFT_PIN
-from mooncake_py.master.state import CatalogState
+from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.stripes import part_key
 from mooncake_py.master.tenant import Grant, Put, Tenant
 from mooncake_py.master.work import Work
@@ -151,6 +151,8 @@ def dress(
     elif soft_pin:
         table.flags[slot] |= SOFT_PIN
         table.soft_pins[slot] = soft_pin
+        units = extent_units(table.length[slot]) * len(places)
+        state.tenants.at(table.tenant[slot]).note_soft_pin(soft_pin, units)
     if ttl:
         state.ttls.set(slot, ttl)
 

@@ -1,4 +1,4 @@
-"""Complete objects in packed columns: 46 bytes an object besides its key and index entry.
+"""Complete objects in packed columns: 43 bytes an object besides its key and index entry.
 
 A slot is a row number in all columns. Columns are reserved for `objects_max` rows at once; pages of
 memory that no row has used cost nothing, and no column ever moves (growing by copy would stop the
@@ -8,7 +8,8 @@ TTL, group) is in side dictionaries, and `flags` says so, so that the usual obje
 
 `place` holds the first replica: segment index in the upper bits, start in units of 64 bytes in
 the lower `PLACE_BITS`. A replica that was copied later has a generation of its own, by which its
-node and its readers know it; `copied` has it by place. `heat` counts Locates of late (tasks.py).
+node and its readers know it; `copied` has it by place. `heat` counts Locates of late, if anybody
+wants to know (repair.py): another two bytes then.
 Not thread-safe; pure.
 """
 
@@ -26,14 +27,12 @@ PLACE_MASK = (1 << PLACE_BITS) - 1
 
 READ = 1  # located at least once: leased until stamp + lease_ms
 LONG_LEASE = 2  # leased until `leases[slot]`
-REPLICAS = 4  # more than one: `more[slot]`
+REPLICAS = 4  # more than one, or copied, or wanted: `more[slot]`, which may be empty
 SOFT_PIN = 8  # until `soft_pins[slot]`
 HARD_PIN = 16
 TTL = 32  # until `ttls[slot]`
 GROUP = 64  # `groups[slot]`
 PARKED = 128  # not in the order of eviction for now
-COPIED = 256  # a replica has a generation of its own: `copied[place]`
-WANTED = 512  # more than one replica was asked for: `wanted[slot]`
 _PLAIN = READ | HARD_PIN | PARKED  # flags without an entry in a side dictionary
 
 
@@ -85,7 +84,7 @@ class ObjectTable:
         self.stamp = Column("u8", capacity).one  # ms of the last Locate, or of the commit
         self.tenant_column = Column("u2", capacity)
         self.tenant = self.tenant_column.one
-        self.flags_column = Column("u2", capacity)
+        self.flags_column = Column("u1", capacity)
         self.flags = self.flags_column.one
         self.heat_column = Column("u2", capacity)
         self.heat = self.heat_column.one
@@ -129,7 +128,8 @@ class ObjectTable:
         self.key[slot] = None
         self.flags[slot] = 0
         self.stamp[slot] = 0
-        self.heat[slot] = 0
+        if self.heat[slot]:  # else a page of it may be touched for nothing
+            self.heat[slot] = 0
         self._free.append(slot)
 
     def places(self, slot: int) -> tuple[int, ...]:
@@ -140,14 +140,15 @@ class ObjectTable:
 
     def replica_generation(self, slot: int, place: int) -> int:
         """The generation in the header of this replica."""
-        if self.flags[slot] & COPIED:
+        if self.flags[slot] & REPLICAS:
             return self.copied.get(place, self.generation[slot])
         return self.generation[slot]
 
     def set_wanted(self, slot: int, count: int) -> None:
         """More than one replica was asked for."""
         self.wanted[slot] = count
-        self.flags[slot] |= WANTED
+        self.more.setdefault(slot, ())
+        self.flags[slot] |= REPLICAS
 
     def add_place(self, slot: int, place: int, generation: int) -> None:
         """One more replica, with a generation of its own."""
@@ -159,18 +160,18 @@ class ObjectTable:
         if generation == self.generation[slot]:
             return
         self.copied[place] = generation
-        self.flags[slot] |= COPIED
+        self.more.setdefault(slot, ())
+        self.flags[slot] |= REPLICAS
 
     def keep_places(self, slot: int, places: tuple[int, ...]) -> None:
         """Replace the replicas by `places` (at least one)."""
-        if self.flags[slot] & COPIED:
+        copied = self.copied
+        if self.flags[slot] & REPLICAS and copied:
             for place in self.places(slot):
                 if place not in places:
-                    self.copied.pop(place, None)
-            if not any(place in self.copied for place in places):
-                self.flags[slot] &= ~COPIED
+                    copied.pop(place, None)
         self.place[slot] = places[0]
-        if len(places) > 1:
+        if len(places) > 1 or slot in self.wanted or places[0] in copied:
             self.more[slot] = places[1:]
             self.flags[slot] |= REPLICAS
         else:
@@ -190,7 +191,7 @@ class ObjectTable:
         stop = min(stop, len(self.key))
         first = self.place_column.many[start:stop] >> np.uint64(PLACE_BITS) == index
         found: list[int] = (np.flatnonzero(first) + start).tolist()
-        several = self.flags_column.many[start:stop] & np.uint16(REPLICAS) != 0
+        several = self.flags_column.many[start:stop] & np.uint8(REPLICAS) != 0
         found += [
             slot
             for slot in (np.flatnonzero(several & ~first) + start).tolist()

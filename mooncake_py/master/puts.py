@@ -97,6 +97,7 @@ class _PutStart:
         high = int(self.capacity * state.settings.evict_high_ratio)
         self.room = high - sum(each.used_units for each in segments)
         self.evictions_left = _EVICT_MAX
+        self.soft_units = 0  # soft-pinned by this put
         self.stripes: dict[int, Stripe] = {}  # by key index
         self.part_rows: list[tuple[int, int, bytes]] = []  # entry, row, key of each of these
         self.owners: list[int] = []  # key index of each grant that is a further part
@@ -219,7 +220,8 @@ class _PutStart:
 
     def _special(self) -> bool:
         policy = self.policy
-        return policy.replica_count > 1 or policy.hard_pin or self.tenant.quota is not None
+        pinned = policy.hard_pin or policy.soft_pin_ms > 0
+        return policy.replica_count > 1 or pinned or self.tenant.quota is not None
 
     def _place(self, i: int, units: int) -> tuple[int, ...] | int:
         """Places of all replicas of one object; or the status that says why not."""
@@ -230,7 +232,7 @@ class _PutStart:
         )
         if units > (self.capacity if stripable else self.largest):
             return _SPACE
-        if policy.hard_pin and not self._may_pin(units * replicas):
+        if not self._may_pin(units * replicas):
             return _QUOTA
         if not self.allowance.take(self.work, units * replicas, self.now_ms):
             self.tenant.counters["quota_refusals"] += 1
@@ -283,7 +285,14 @@ class _PutStart:
         return (stripe.places[0],)
 
     def _may_pin(self, units: int) -> bool:
-        """Are so many more within what all, and what one tenant, may pin?"""
+        """Are so many more within what all, and what one tenant, may pin as this put wishes?"""
+        if self.policy.soft_pin_ms and not self.policy.hard_pin:
+            soft_max = self.capacity * self.state.settings.tenant_soft_pin_max_ratio
+            held = self.tenant.soft_pinned_units(self.now_ms)
+            self.soft_units += units
+            return held + self.soft_units <= soft_max
+        if not self.policy.hard_pin:
+            return True
         all_max = self.capacity * self.state.settings.hard_pin_max_ratio
         own_max = self.capacity * self.state.settings.tenant_hard_pin_max_ratio
         total, own = self.state.hard_pinned_units + units, self.tenant.hard_pinned_units + units

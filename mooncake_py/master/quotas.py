@@ -121,7 +121,7 @@ class Allowance:
         return not quota.exceeded(units * EXTENT_ALIGN_BYTES, 1)
 
 
-def tenant_info(tenant: Tenant) -> TenantInfo:
+def tenant_info(tenant: Tenant, now_ms: int) -> TenantInfo:
     quota = tenant.quota
     return TenantInfo(
         name=tenant.name,
@@ -133,5 +133,6 @@ def tenant_info(tenant: Tenant) -> TenantInfo:
         counters={
             **tenant.counters,
             "hard_pinned_bytes": EXTENT_ALIGN_BYTES * tenant.hard_pinned_units,
+            "soft_pinned_bytes": EXTENT_ALIGN_BYTES * tenant.soft_pinned_units(now_ms),
         },
     )

@@ -37,7 +37,6 @@ from mooncake_py.master.lease import lease_length_ms
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, DRAINING, SUSPECT
 from mooncake_py.master.objects import (
-    COPIED,
     GROUP,
     LONG_LEASE,
     PLACE_BITS,
@@ -57,7 +56,7 @@ from mooncake_py.model import (
 )
 
 _MISS = ObjectNotFound.code
-_SPECIAL = REPLICAS | TTL | GROUP | COPIED
+_SPECIAL = REPLICAS | TTL | GROUP
 _WRONG_BYTES = (ChecksumMismatch.code, LeaseExpired.code)
 _UNREACHED = (PeerUnreachable.code, TransferTimeout.code)
 
@@ -192,10 +191,11 @@ def _count_located(
         for slot in slots:
             table.leases[slot] = max(until, table.leases.get(slot, 0))
             table.flags[slot] |= LONG_LEASE
-    heat = table.heat
-    with suppress(ValueError):  # one that cannot be hotter
-        for slot in slots:
-            heat[slot] += 1
+    if state.settings.hot_copies_max:
+        heat = table.heat
+        with suppress(ValueError):  # one that cannot be hotter
+            for slot in slots:
+                heat[slot] += 1
     tenant.pool.touch(reversed(slots), now_ms)  # so that the tail of a prefix goes before its head
 
 

@@ -1,16 +1,16 @@
 """Repair and heat: objects get back the replicas they want, and hot ones get another for a while.
 
 Rules. An object that lost a replica and has fewer than its put asked for waits in a heap, hottest
-first (by Locates of late, then by the last one). Copies of this kind, and those for heat, share a
-budget of `repair_bytes_per_s`, filled by time up to one second's worth, and go only where the
-cluster stays below the high watermark: they never make others go. What finds no place is tried
-again after a second, and when nodes come.
+first (by Locates of late if they are counted, then by the last one). Copies of this kind, and those
+for heat, share a budget of `repair_bytes_per_s`, filled by time up to one second's worth, and go
+only where the cluster stays below the high watermark: they never make others go. What finds no
+place is tried again after a second, and when nodes come.
 
 *Heat* is the number of Locates of an object in the running window of `hot_window_ms`, plus half of
-that of the window before, and so on. With `hot_copies_max` above 0, an object whose heat is
-`hot_factor` times the mean of all that were located (and at least `hot_min`) gets a replica more at
-the window's end, and loses it when its heat has fallen below half of that. Clients remember
-placements for as long as their lease, so heat counts clients and leases, not reads. Pure.
+that of the window before, and so on; it is counted with `hot_copies_max` above 0 only. An object
+whose heat is `hot_factor` times the mean of all that were located (and at least `hot_min`) gets a
+replica more at the window's end, and loses it when its heat has fallen below half of that. Clients
+remember placements for as long as their lease, so heat counts clients and leases, not reads. Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from mooncake_py.errors import OK
 from mooncake_py.master.copies import start_copy
 from mooncake_py.master.membership import GONE
-from mooncake_py.master.objects import PLACE_BITS, WANTED
+from mooncake_py.master.objects import PLACE_BITS
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.taskbook import Why
 from mooncake_py.master.work import Work
@@ -45,7 +45,7 @@ def repair_step(state: CatalogState, work: Work, now_ms: int) -> None:
         book.parked.clear()
     if book.short:
         _repair(state, work, now_ms)
-    if now_ms >= book.window_ms:
+    if settings.hot_copies_max and now_ms >= book.window_ms:
         book.window_ms = now_ms + settings.hot_window_ms
         _end_window(state, work, now_ms)
 
@@ -103,7 +103,7 @@ def _end_window(state: CatalogState, work: Work, now_ms: int) -> None:
         mean = float(heat.sum(dtype=np.uint64)) / warm
         threshold = max(threshold, int(settings.hot_factor * mean))
     _cool(state, work, threshold // 2, now_ms)
-    if warm and settings.hot_copies_max:
+    if warm:
         hot = np.flatnonzero(heat >= threshold)
         hottest = hot[np.argsort(heat[hot].astype(np.int64) * -1, kind="stable")]
         for slot in hottest[:_HOT_PER_WINDOW].tolist():
@@ -144,7 +144,5 @@ def _spread(state: CatalogState, work: Work, slot: int, now_ms: int) -> None:
 
 def find_short(state: CatalogState) -> None:
     """After a restart: which objects have fewer replicas than they want."""
-    table = state.table
-    for slot in list(table.wanted):
-        if table.flags[slot] & WANTED:
-            state.note_short(slot)
+    for slot in list(state.table.wanted):
+        state.note_short(slot)

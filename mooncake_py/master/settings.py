@@ -32,6 +32,7 @@ class CatalogSettings:
     soft_pin_max_ms: int = 3_600_000  # longest soft pin; longer wishes are cut to it
     hard_pin_max_ratio: float = 0.5  # of the cluster's bytes; more hard pins are refused
     tenant_hard_pin_max_ratio: float = 0.5  # likewise, of one tenant
+    tenant_soft_pin_max_ratio: float = 0.5  # likewise, of soft pins that have not ended
     replica_max: int = 8
     object_max_bytes: int = OBJECT_MAX_BYTES
     stripe_min_bytes: int = 1 << 20  # least part of an object that is cut over several holes

@@ -251,6 +251,7 @@ class Shadow:
     def _complete(self, put: Put, slot: int) -> None:
         if put.soft_pin_ms:
             self._pinned.add(put.tenant.pool)
+            put.tenant.soft_pinned_units(self._now_ms)  # forgets those that have ended
         self._slots[self.state.table.generation[slot]] = slot
         self._new.append(slot)
 

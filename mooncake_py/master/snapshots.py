@@ -16,7 +16,7 @@ from itertools import islice
 from mooncake_py.master import records
 from mooncake_py.master.allocator import UNIT_BYTES
 from mooncake_py.master.membership import segment_fields
-from mooncake_py.master.objects import COPIED, HARD_PIN, PLACE_BITS, PLACE_MASK, SOFT_PIN, TTL
+from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, REPLICAS, SOFT_PIN, TTL
 from mooncake_py.master.puts import grant_fields
 from mooncake_py.master.quotas import quota_fields
 from mooncake_py.master.records import GrantFields
@@ -172,7 +172,7 @@ def _object_records(
                     (table.generation[slot], table.copied[place], ids[place >> PLACE_BITS],
                      (place & PLACE_MASK) * UNIT_BYTES)
                     for slot in run
-                    if table.flags[slot] & COPIED
+                    if table.flags[slot] & REPLICAS
                     for place in table.places(slot)
                     if place in table.copied
             ]  # fmt: skip

@@ -26,8 +26,8 @@ from mooncake_py.master.objects import (
     PLACE_BITS,
     PLACE_MASK,
     READ,
+    REPLICAS,
     TTL,
-    WANTED,
     ObjectTable,
 )
 from mooncake_py.master.pattern import Pattern
@@ -390,7 +390,7 @@ class CatalogState:
     def note_short(self, slot: int) -> None:
         """The object may have fewer replicas than it wants: `repair.py` looks after it."""
         table = self.table
-        wanted = table.wanted.get(slot, 1) if table.flags[slot] & WANTED else 1
+        wanted = table.wanted.get(slot, 1) if table.flags[slot] & REPLICAS else 1
         if wanted > 1 and len(table.places(slot)) < wanted:
             entry = (-table.heat[slot], -table.stamp[slot], slot, table.generation[slot])
             heapq.heappush(self.tasks.short, entry)

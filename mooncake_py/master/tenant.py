@@ -7,6 +7,7 @@ can stay readable while its successor is written. Pure.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -81,10 +82,22 @@ class Tenant:
     writing: dict[bytes, Grant] = field(default_factory=dict)
     used_bytes: int = 0  # extents of complete and writing objects
     hard_pinned_units: int = 0  # of these
+    _soft_pins: list[tuple[int, int]] = field(default_factory=list)  # heap: until ms, units
+    _soft_units: int = 0  # of all in it
 
     # by prefix and the last key of the page before (listing.py)
     listings: dict[tuple[bytes, bytes], Any] = field(default_factory=dict)
     counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def note_soft_pin(self, until_ms: int, units: int) -> None:
+        """So many units are soft-pinned until then; they count until then, whatever ends before."""
+        heapq.heappush(self._soft_pins, (until_ms, units))
+        self._soft_units += units
+
+    def soft_pinned_units(self, now_ms: int) -> int:
+        while self._soft_pins and self._soft_pins[0][0] <= now_ms:
+            self._soft_units -= heapq.heappop(self._soft_pins)[1]
+        return self._soft_units
 
     @property
     def over_quota(self) -> bool:

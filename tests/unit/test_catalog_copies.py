@@ -339,8 +339,8 @@ def test_f36_the_hottest_objects_are_repaired_first() -> None:
     names = keys(60)
     driver.put(names, 60 * KIB, replica_count=2)
     hot = names[::6]
-    for _ in range(5):
-        driver.locate(hot)
+    driver.now_ms += 10
+    driver.locate(hot)
     driver.apply(Unmount("a", 1, nodes["a"]))
     driver.pass_time(S.tick_ms)
     for node in ("b", "c"):

@@ -336,3 +336,19 @@ def test_a33_one_put_evicts_a_bounded_number_of_objects() -> None:
     assert driver.put([b"large"], 900 << 10) == [OutOfSpace.code]
     assert driver.catalog.state.counters["evictions"] - evictions == 4_096
     assert driver.put([b"large"], 900 << 10) == [OK], "the next attempt goes on from there"
+
+
+def test_f60_a_full_table_of_objects_evicts_for_new_ones_or_refuses_them() -> None:
+    driver = Driver(CatalogSettings(objects_max=1 << 12))
+    driver.mount("a", 64 << 20)
+    for part in range(5):
+        assert not any(driver.put([b"%d-%d" % (part, i) for i in range(2_000)], 8))
+    assert len(driver.catalog.state.table) <= 1 << 12
+    present = [key for part in range(5) for key in [b"%d-%d" % (part, i) for i in range(2_000)]]
+    for start in range(0, len(present), 4_000):
+        driver.locate(present[start : start + 4_000])
+    status = driver.put([b"late%d" % i for i in range(100)], 8)
+    assert status[-1] == OutOfSpace.code, "all are leased, and the table is full"
+    check_invariants(driver.catalog)
+    driver.pass_time(LEASE + 1_000)
+    assert not any(driver.put([b"later%d" % i for i in range(100)], 8))
