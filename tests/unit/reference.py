@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from catalog_model import Driver, grant_rows, place_rows
 
 from mooncake_py.master import records
-from mooncake_py.master.commands import Applied, Granted, Located
+from mooncake_py.master.commands import Applied, CopyTask, Granted, Located
 from mooncake_py.model import extent_bytes
 
 
@@ -98,10 +98,29 @@ class Reference:
         for record in found:
             if isinstance(record, records.Gone):
                 self.lose_segment(record.segment_id)
+            elif isinstance(record, records.Copies):
+                for generation, _, segment_id, _ in record.rows:
+                    self._of(generation).segments.add(segment_id)
+            elif isinstance(record, records.Lost):
+                for generation, segment_id in record.pairs:
+                    self._of(generation).segments.discard(segment_id)
         for record in found:
             if isinstance(record, records.Drops):
                 for generation in record.generations:
                     self._drop(generation, evicting)
+
+    def _of(self, generation: int) -> Kept:
+        """The object of this generation; one that nobody keeps, if there is none."""
+        for kept in self.objects.values():
+            if kept.generation == generation:
+                return kept
+        return Kept(generation, 0, set())
+
+    def handed(self, segment_id: int, task: CopyTask) -> None:
+        """A node may write there until the task's end."""
+        row = (0, segment_id, task.offset, task.length, task.generation)
+        self.judge_grants([row])
+        self.promise(task.expires_ms, [row])
 
     def _drop(self, generation: int, evicting: bool) -> None:
         for key, kept in list(self.objects.items()):

@@ -16,6 +16,8 @@ from reference import Reference
 
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
+    CopyObjects,
+    Drain,
     Exists,
     Heartbeat,
     List,
@@ -29,6 +31,8 @@ from mooncake_py.master.commands import (
     Remove,
     Report,
     SetQuota,
+    TaskList,
+    Tasks,
     Tick,
     Unmount,
 )
@@ -120,6 +124,31 @@ class CatalogMachine(RuleBasedStateMachine):
         if node in self.segments:
             command = Unmount(node, self.incarnations[node], self.segments[node])
             self.reference.learn(self.driver.apply(command))
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    @rule(node=st.sampled_from(NODES), cancel=st.booleans())
+    def drain(self, node: str, cancel: bool) -> None:
+        self.reference.learn(self.driver.apply(Drain(node, cancel)))
+
+    @rule(keys=keys_of, to=st.sampled_from(NODES), source=st.sampled_from(["", *NODES]))
+    def copy(self, keys: list[bytes], to: str, source: str) -> None:
+        applied = self.driver.apply(CopyObjects("t", keys, to, source))
+        self.reference.learn(applied)
+
+    @rule(node=st.sampled_from(NODES), code=st.sampled_from([0, 0, 0, 33]))
+    def work(self, node: str, code: int) -> None:
+        """The node fetches tasks, and reports them."""
+        if node not in self.segments:
+            return
+        who = (node, self.incarnations[node], self.segments[node])
+        applied = self.driver.apply(Tasks(*who, (), 3))
+        self.reference.learn(applied)
+        if isinstance(applied.reply, TaskList):
+            for task in applied.reply.copies:
+                self.reference.handed(who[2], task)
+            done = [(task.generation, code) for task in applied.reply.copies]
+            self.reference.learn(self.driver.apply(Tasks(*who, done)))
 
     # --- puts ------------------------------------------------------------------------------------
 
@@ -216,8 +245,8 @@ class CatalogMachine(RuleBasedStateMachine):
     def report(self, keys: list[bytes], code: int, data: st.DataObject) -> None:
         key = keys[0]
         kept = self.reference.objects.get(key)
-        if kept is None:
-            return
+        if kept is None or self.driver.catalog.state.table.copied:
+            return  # copies have generations of their own: test_catalog_copies.py
         segment_id = data.draw(st.sampled_from(sorted(kept.segments)))
         stale = data.draw(st.booleans())
         generation = kept.generation - stale
