@@ -114,9 +114,9 @@ class NodeSettings:
             )
         if not 1 <= self.pull_threads <= PULL_THREADS_MAX:
             raise UsageError(f"pull_threads is 1 to {PULL_THREADS_MAX}", got=self.pull_threads)
-        names = set(self.transport_names())
-        if not names & {"shm", "tcp"} or names - {"local", "shm", "tcp"}:
-            raise UsageError("transports are of local, shm and tcp", got=self.transports)
+        names = {name.partition(":")[0] for name in self.transport_names()}
+        if not names & {"shm", "rdma", "tcp"} or names - {"local", "shm", "rdma", "tcp"}:
+            raise UsageError("transports are of local, shm, rdma and tcp", got=self.transports)
         if len(self.name.encode()) > NODE_NAME_MAX_BYTES or re.search(r"[^\x21-\x7e]", self.name):
             raise UsageError(f"name has up to {NODE_NAME_MAX_BYTES} printable bytes, no blanks")
         if len(self.domain.encode()) > NODE_NAME_MAX_BYTES:

@@ -43,7 +43,7 @@ from mooncake_py.store.session import ReadSession, WriteSession
 from mooncake_py.store.stripes import is_striped
 from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
 from mooncake_py.store.views import ObjectView, ViewTaker
-from mooncake_py.transfer import EngineOptions, TransferEngine
+from mooncake_py.transfer import TransferEngine, options_for
 
 PutOutcome: TypeAlias = MooncakeError | None
 GetOutcome: TypeAlias = bytes | int | MooncakeError
@@ -78,8 +78,9 @@ class StoreClient:
     """A connection to one cluster, for one tenant.
 
     master: "host:port" of mooncake-master, of several with commas between. transports: ways to
-    move bytes that may be used, best one is chosen per node; ("tcp",) forces TCP. timeout_ms:
-    default deadline of every call.
+    move bytes that may be used, best one is chosen per node; ("tcp",) forces TCP, "rdma" or
+    "rdma:mlx5_0+mlx5_1" uses RDMA between hosts, and tcp instead, with a warning, if that is
+    allowed too and no device is usable. timeout_ms: default deadline of every call.
 
     Raises MasterUnavailable when no master answers within timeout_ms, VersionMismatch, UsageError.
     """
@@ -99,7 +100,7 @@ class StoreClient:
         self._tenant = tenant
         self._timeout_ms = timeout_ms
         self._clock = clock or SystemClock()
-        self._engine = TransferEngine(EngineOptions(transports=tuple(transports)))
+        self._engine = TransferEngine(options_for(transports))
         try:
             self._master = MasterClient(
                 master, engine=self._engine, role="client", clock=self._clock

@@ -36,7 +36,7 @@ PROCESS = "node"
 @click.option(
     "--drain-ms", metavar="TIME", help="After SIGTERM: for moving objects elsewhere. [10000]"
 )
-@click.option("--transports", metavar="LIST", help="Of local, shm and tcp. [local,shm,tcp]")
+@click.option("--transports", metavar="LIST", help="Of local, shm, rdma and tcp. [local,shm,tcp]")
 @click.option(
     "--health-listen", metavar="HOST:PORT", help="Health service; auto: any port; off. [auto]"
 )

@@ -38,7 +38,7 @@ from mooncake_py.store.master_time import MasterTime
 from mooncake_py.store.pull import Mounted, PullHandler
 from mooncake_py.store.segment_file import Identity, SegmentFile
 from mooncake_py.store.tasks import Holder, TaskRunner
-from mooncake_py.transfer import EngineOptions, Memory, Message, TransferEngine
+from mooncake_py.transfer import Memory, Message, TransferEngine, options_for
 from mooncake_py.wire.inventory import Page
 from mooncake_py.wire.node import HOLD_KIND, UNSEAL_KIND, HoldReply, unseal_rows
 from mooncake_py.wire.rows import EXTENT, REPLICA
@@ -81,14 +81,17 @@ class Node:
     def _open(self, stack: ExitStack) -> None:
         """Take memory and ports, in this order; on failure everything is given back."""
         settings = self._settings
-        options = EngineOptions(
-            listen=settings.listen,
-            advertise=settings.advertise,
-            transports=settings.transport_names(),
+        options = options_for(
+            settings.transport_names(), listen=settings.listen, advertise=settings.advertise
         )
         try:
             self._engine = TransferEngine(options)
         except errors.UsageError as error:
+            if "RDMA" in error.cause:
+                raise errors.UsageError(
+                    f"--transports {settings.transports}: {error.cause}",
+                    remedy="mend what is named (mooncake doctor), or allow tcp as well",
+                ) from None
             raise errors.UsageError(
                 f"--listen {settings.listen}: {error.cause}",
                 remedy="choose another --listen, or stop the process that has it",

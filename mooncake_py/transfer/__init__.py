@@ -11,7 +11,7 @@ from mooncake_py.transfer.directory import Directory, StaticDirectory
 from mooncake_py.transfer.engine import TransferEngine
 from mooncake_py.transfer.memory import FileMemory, Mapping, Memory
 from mooncake_py.transfer.messages import Inbox, Message
-from mooncake_py.transfer.options import EngineOptions, Faults, Rdma
+from mooncake_py.transfer.options import EngineOptions, Faults, Rdma, options_for
 from mooncake_py.transfer.peer import Peer
 from mooncake_py.transfer.region import Region
 from mooncake_py.transfer.slices import FLAG_CRC, FLAG_FENCE, SLICE, make_slices
@@ -35,4 +35,5 @@ __all__ = [
     "StaticDirectory",
     "TransferEngine",
     "make_slices",
+    "options_for",
 ]

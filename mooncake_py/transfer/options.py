@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,18 @@ class EngineOptions:
     queue_max_bytes: int = 64 << 20
     rdma: Rdma = field(default_factory=Rdma)
     faults: Faults | None = field(default=None)
+
+
+def options_for(names: Sequence[str], *, listen: str = "", advertise: str = "") -> EngineOptions:
+    """The engine of a process that was given a list of transports by its user. "rdma:DEVICE" or
+    "rdma:DEVICE+DEVICE" among them names the devices; plain "rdma" takes every active port."""
+    devices = [name.partition(":")[2] for name in names if name.startswith("rdma:")]
+    return EngineOptions(
+        listen=listen,
+        advertise=advertise,
+        transports=tuple(name.partition(":")[0] for name in names),
+        rdma=Rdma(devices=tuple("+".join(devices).split("+")) if devices else ()),
+    )
 
 
 def _advertised(options: EngineOptions) -> str:

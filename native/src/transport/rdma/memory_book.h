@@ -107,7 +107,7 @@ class MemoryBook {
 // Memory of our own through which bytes pass whose place is not registered. First fit, in pages.
 class Staging {
  public:
-  static constexpr uint64_t kBytes = 16 << 20, kPage = 4096;
+  static constexpr uint64_t kBytes = 8 << 20, kPage = 4096;
 
   explicit Staging(const Adapters& adapters) : adapters_(adapters) {}
   ~Staging();

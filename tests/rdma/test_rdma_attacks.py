@@ -1,0 +1,298 @@
+"""What goes wrong on purpose: dead peers, withdrawn memory, limits, many connections."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rdma_ports import FAR, NEAR
+from transport_far import COMMAND, ECHO, Far, pattern
+from transport_pair import MS, PART, Pair, PairedEngines, pytest_generate_tests, slices_for
+
+from mooncake_py.errors import AccessRefused, MooncakeError, PeerUnreachable
+from mooncake_py.transfer import EngineOptions, TransferEngine
+
+__all__ = ["pytest_generate_tests"]
+
+ROOT = str(Path(__file__).parents[2])
+
+
+@contextmanager
+def serving(options: EngineOptions) -> Iterator[Far]:
+    far = Far(options)
+    thread = threading.Thread(target=far.serve)
+    thread.start()
+    try:
+        yield far
+    finally:
+        far.engine.close()
+        thread.join()
+
+
+def wait_for(condition: Any, seconds: float = 10) -> None:
+    end, pause = time.monotonic() + seconds, threading.Event()
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        pause.wait(0.01)
+
+
+def queue_pairs(engine: TransferEngine) -> int:
+    return sum(port["queue_pairs"] for port in engine.describe()["rdma"]["fabric"]["ports"])
+
+
+def read_all(two: Pair, region: int, nbytes: int) -> np.ndarray:
+    target = np.zeros(nbytes, np.uint8)
+    two.near.read(two.peer, slices_for(region, target, [(0, nbytes)]), timeout_ms=MS)
+    return target
+
+
+class TestAttacks(PairedEngines):
+    name = "rdma"
+    places = ("process",)
+    near_rdma = NEAR
+    far_rdma = FAR
+
+    def test_a52_a_killed_peer_ends_its_batches_and_leaves_nothing(self, two: Pair) -> None:
+        region = two.region(24 * PART, "heap")
+        target = np.zeros(24 * PART, np.uint8)
+        mine = two.near.register(target)
+        slices = slices_for(region, target, [(0, 24 * PART)])
+        slices["op"] = 1
+        two.near.read(two.peer, slices_for(region, target, [(0, 4096)]), timeout_ms=MS)
+        batch = two.near.submit(two.peer, slices, timeout_ms=MS)
+        began = time.monotonic()
+        two.process.kill()
+        with pytest.raises(PeerUnreachable):
+            batch.wait(MS)
+        assert time.monotonic() - began < 2
+        target[:] = 0xAA
+        batch.close()
+        assert (target == 0xAA).all()
+        assert queue_pairs(two.near) == 0
+        mine.close()
+
+    def test_a36_a_reader_that_stands_still_finds_its_key_void(self, two: Pair) -> None:
+        """It does not answer that it has stopped, so the device refuses it: the wrong key."""
+        memory = pattern(32 * PART, 3)
+        region = two.near.register(memory)
+        payload = json.dumps({"do": "read_back", "region": region.id, "nbytes": memory.size})
+        read_all(two, two.region(PART), PART)  # both sides know each other
+        outcome: list[Any] = []
+
+        def ask() -> None:
+            answer = two.peer.request(COMMAND, payload.encode(), timeout_ms=4 * MS)
+            outcome.append(json.loads(answer))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_for(lambda: two.near.describe()["peers"][0]["bytes_in"] > 0)
+        os.kill(two.process.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            region.close()
+            assert time.monotonic() - began < 5
+            memory[:] = 0
+        finally:
+            os.kill(two.process.pid, signal.SIGCONT)
+        asking.join()
+        done = outcome[0]
+        assert done.get("failed", "AccessRefused") == "AccessRefused", done
+        assert two.peer.request(ECHO, b"on", timeout_ms=MS) == b"on"
+        assert np.array_equal(read_all(two, two.region(PART), PART), pattern(PART, 7))
+
+    def test_unregistering_in_flight_refuses_or_finishes_each_slice(self, two: Pair) -> None:
+        source = pattern(16 * PART, 7)
+        for _ in range(3):
+            region = two.region(16 * PART, "heap")
+            target = np.zeros(16 * PART, np.uint8)
+            mine = two.near.register(target)
+            slices = slices_for(region, target, [(i * PART, PART) for i in range(16)])
+            slices["op"] = 1
+            batch = two.near.submit(two.peer, slices, timeout_ms=MS)
+            mine.close()  # of the reader: what is on its way ends, the rest passes another way
+            two.tell("deregister", region=region)
+            with suppress(AccessRefused):
+                batch.wait(MS)
+            for i, status in enumerate(slices["status"].tolist()):
+                assert status in (0, -AccessRefused.code)
+                if status == 0:
+                    part = slice(i * PART, (i + 1) * PART)
+                    assert np.array_equal(target[part], source[part])
+            batch.close()
+
+
+def _numbers() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def test_a38_connections_come_and_go_without_a_leak() -> None:
+    base = EngineOptions(listen="127.0.0.1:0", transports=("rdma",), rdma=FAR)
+    with serving(base) as far, TransferEngine(replace(base, rdma=NEAR)) as near:
+        region = far.do_register(None, "heap", [4096], 7, "read_write")[0]  # type: ignore[arg-type]
+        target = np.zeros(4096, np.uint8)
+        mine = near.register(target)
+
+        def once(with_data: bool) -> None:
+            with near.open(far.engine.address, timeout_ms=MS) as peer:
+                if with_data:
+                    near.read(peer, slices_for(region, target, [(0, 4096)]), timeout_ms=MS)
+
+        once(True)
+        wait_for(lambda: queue_pairs(far.engine) == 0)
+        before = _numbers()
+        for i in range(400):
+            once(i % 4 == 0)
+        wait_for(lambda: queue_pairs(far.engine) == 0 and not far.engine.describe()["peers"])
+        assert queue_pairs(near) == 0
+        wait_for(lambda: _numbers() == before)
+        assert near.describe()["rdma"]["fabric"]["rails"] == 0
+        mine.close()
+        assert near.describe()["rdma"]["fabric"]["memory"]["registrations"] == 0
+
+
+@pytest.mark.timeout(60)
+def test_a41_many_first_contacts_at_once() -> None:
+    base = EngineOptions(listen="127.0.0.1:0", transports=("rdma",), rdma=FAR)
+    failed: list[BaseException] = []
+    expected = pattern(PART, 7)
+    with serving(base) as far, ExitStack() as stack:
+        region = far.do_register(None, "heap", [PART], 7, "read_write")[0]  # type: ignore[arg-type]
+        engines = [
+            stack.enter_context(TransferEngine(EngineOptions(transports=("rdma",), rdma=NEAR)))
+            for _ in range(64)
+        ]
+        start = threading.Barrier(len(engines))
+
+        def first(engine: TransferEngine, number: int) -> None:
+            try:
+                start.wait()
+                peer = engine.open(far.engine.address, timeout_ms=3 * MS)
+                target = np.zeros(5000, np.uint8)
+                slices = slices_for(region, target, [(number, 5000)])
+                engine.read(peer, slices, timeout_ms=3 * MS)
+                assert np.array_equal(target, expected[number : number + 5000])
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=first, args=(e, i)) for i, e in enumerate(engines)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failed == []
+
+
+def test_rails_are_bounded_and_the_idle_one_makes_room() -> None:
+    base = EngineOptions(listen="127.0.0.1:0", transports=("rdma",), rdma=FAR)
+    few = EngineOptions(transports=("rdma",), rdma=replace(NEAR, rails_max=2))
+    with ExitStack() as stack:
+        fars = [stack.enter_context(serving(base)) for _ in range(4)]
+        near = stack.enter_context(TransferEngine(few))
+        regions = [
+            far.do_register(None, "heap", [4096], 7, "read_write")[0]  # type: ignore[arg-type]
+            for far in fars
+        ]
+        peers = [near.open(far.engine.address, timeout_ms=MS) for far in fars]
+        for _ in range(3):
+            for peer, region in zip(peers, regions, strict=True):
+                target = np.zeros(4096, np.uint8)
+                near.read(peer, slices_for(region, target, [(0, 4096)]), timeout_ms=MS)
+                assert np.array_equal(target, pattern(4096, 7))
+                assert queue_pairs(near) <= 2
+        fabric = near.describe()["rdma"]["fabric"]
+        assert fabric["evictions"] >= 8, fabric
+        wait_for(lambda: sum(queue_pairs(far.engine) for far in fars) <= 2)
+
+
+def test_a36_the_same_range_twice_needs_two_releases() -> None:
+    memory = np.zeros(PART, np.uint8)
+    with TransferEngine(EngineOptions(transports=("rdma",), rdma=NEAR)) as engine:
+
+        def registrations() -> int:
+            return int(engine.describe()["rdma"]["fabric"]["memory"]["registrations"])
+
+        first, second = engine.register(memory), engine.register(memory)
+        assert registrations() == 1
+        with pytest.raises(MooncakeError, match="overlaps"):
+            engine.register(memory[100:])
+        first.close()
+        assert registrations() == 1
+        second.close()
+        assert registrations() == 0
+
+
+def test_a37_regions_above_the_limit_are_split_and_read_as_one() -> None:
+    limit = 256 << 10
+    base = EngineOptions(
+        listen="127.0.0.1:0", transports=("rdma",), rdma=replace(FAR, region_max_bytes=limit)
+    )
+    with (
+        serving(base) as far,
+        TransferEngine(replace(base, rdma=replace(NEAR, region_max_bytes=limit))) as near,
+    ):
+        nbytes = 2 * PART + 12_345
+        region = far.do_register(None, "heap", [nbytes], 7, "read_write")[0]  # type: ignore[arg-type]
+        memory = far.engine.describe()["rdma"]["fabric"]["memory"]
+        assert memory["registrations"] >= nbytes // limit
+        assert memory["registering_ns"] > 0
+        peer = near.open(far.engine.address, timeout_ms=MS)
+        expected = pattern(nbytes, 7)
+        for registered in (False, True):
+            target = np.zeros(nbytes, np.uint8)
+            mine = near.register(target) if registered else None
+            pieces = [(0, limit - 7), (limit - 7, 14), (limit + 7, nbytes - limit - 7)]
+            near.read(peer, slices_for(region, target, pieces), timeout_ms=MS)
+            assert np.array_equal(target, expected)
+            if mine is not None:
+                mine.close()
+
+
+LOCKED = """
+import sys
+import numpy as np
+from mooncake_py.transfer import EngineOptions, Rdma, TransferEngine
+from mooncake_py.errors import OutOfSpace
+rdma = Rdma(devices=(sys.argv[1],))
+memory = np.zeros(8 << 20, np.uint8)
+with TransferEngine(EngineOptions(transports=("rdma",), rdma=rdma)) as engine:
+    try:
+        engine.register(memory)
+    except OutOfSpace as error:
+        print("refused:", error)
+    assert engine.describe()["regions"] == []
+with TransferEngine(EngineOptions(transports=("rdma", "tcp"), rdma=rdma)) as engine:
+    engine.register(memory)
+    print("allowed:", engine.describe()["rdma"]["fabric"]["memory"]["refusal"])
+"""
+
+
+def test_a37_too_little_locked_memory_is_named_with_its_remedy() -> None:
+    command = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-all", sys.executable, "-c"]
+    ended = subprocess.run(
+        [*command, LOCKED, NEAR.devices[0]],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": ROOT},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20)),
+    )
+    assert ended.returncode == 0, ended.stderr
+    for line in ("refused:", "allowed:"):
+        words = next(text for text in ended.stdout.splitlines() if text.startswith(line))
+        assert "RLIMIT_MEMLOCK" in words
+        assert "1024 KiB" in words
+        assert "ulimit -l unlimited" in words

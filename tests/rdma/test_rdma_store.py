@@ -1,0 +1,84 @@
+"""The store over RDMA: nodes pull puts and clients pull gets by one-sided READ.
+
+The store's own tests, with a node at one end of the cable and the client at the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from rdma_ports import PORTS
+from test_store import (
+    test_a03_one_outcome_a_key_in_order,
+    test_a04_a_batch_larger_than_free_space_evicts_and_succeeds,
+    test_a05_empty_missing_and_failed_are_three_answers,
+    test_a07_small_target_is_refused_before_anything_is_written,
+    test_a10_torch_tensors_round_trip,
+    test_a51_threads_share_one_client,
+    test_f01_random_objects_come_back_in_another_client,
+    test_f03_caller_buffers_as_sources_and_targets,
+    test_f07_a_second_put_says_exists_and_changes_nothing,
+)
+
+from mooncake_py import StoreClient
+from mooncake_py.ops.cluster import Cluster, ClusterOptions
+
+__all__ = [
+    "test_a03_one_outcome_a_key_in_order",
+    "test_a04_a_batch_larger_than_free_space_evicts_and_succeeds",
+    "test_a05_empty_missing_and_failed_are_three_answers",
+    "test_a07_small_target_is_refused_before_anything_is_written",
+    "test_a10_torch_tensors_round_trip",
+    "test_a51_threads_share_one_client",
+    "test_f01_random_objects_come_back_in_another_client",
+    "test_f03_caller_buffers_as_sources_and_targets",
+    "test_f07_a_second_put_says_exists_and_changes_nothing",
+]
+
+MIB = 1 << 20
+NEAR = f"rdma:{PORTS[0]}" if PORTS else "rdma"
+FAR = f"rdma:{PORTS[1]}" if len(PORTS) > 1 else "rdma"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    options = ClusterOptions(
+        node_count=2, segment_bytes=96 * MIB, node_arguments=["--transports", f"shm,{FAR},tcp"]
+    )
+    with Cluster(options) as running:
+        yield running
+
+
+@pytest.fixture
+def store(cluster: Cluster) -> Iterator[StoreClient]:
+    with StoreClient(cluster.address, transports=(NEAR,)) as client:
+        yield client
+        for info in client.list():
+            client.remove(info.key, force=True)
+
+
+def _carried(client: StoreClient) -> list[dict[str, int]]:
+    peers = client._engine.describe()["peers"]
+    return [path for peer in peers for path in peer["paths"]]
+
+
+def test_f22_puts_and_gets_travel_by_the_devices(store: StoreClient) -> None:
+    """What is put is read by the node's device, and what is got by ours: not over the socket."""
+    value = np.random.default_rng(5).bytes(4 * MIB)
+    with store.alloc(8 * MIB) as memory:
+        view = memory.view()
+        view[: len(value)] = value
+        store.put("registered", view[: len(value)])
+        target = view[4 * MIB :]
+        assert store.get("registered", into=target) == len(value)
+        assert bytes(target) == value
+        peers = store._engine.describe()["peers"]
+        assert all(peer["transport"] == "rdma" for peer in peers), peers
+        assert sum(path["bytes_read"] for path in _carried(store)) >= len(value)
+        # The put's bytes left by the device as well: the control connection carried few.
+        by_socket = sum(peer["bytes_out"] for peer in peers)
+        assert by_socket < MIB, peers
+    store.put("plain", value)
+    assert store.get("plain") == value
