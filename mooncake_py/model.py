@@ -66,7 +66,8 @@ class ReplicaPolicy:
     """How many replicas, where, and how long they are protected.
 
     `strict`: fewer than `replica_count` distinct nodes is `OutOfSpace`; otherwise the put goes on
-    with what was found and its result says how many. `preferred_nodes` are tried first, in order.
+    with what was found, the missing ones are made when there is room, and a listing says how many
+    there are. `preferred_nodes` are tried first, in order.
     `soft_pin_ms` and `ttl_ms` count from the commit; 0 means none.
     """
 

@@ -22,7 +22,7 @@ from mooncake_py.master.owner import APPEND_BYTES, SLICE_MS, Bell, Owner
 from mooncake_py.master.service import Answer, Service
 from mooncake_py.master.writer import Writer
 from mooncake_py.metrics import Metrics
-from mooncake_py.wire.lane import EXISTS, HEARTBEAT, LOCATE, PUT_START, REMOVE, STATUS, Method
+from mooncake_py.wire.lane import EXISTS, HEARTBEAT, LIST, LOCATE, PUT_START, REMOVE, STATUS, Method
 
 PATIENCE_S = 20.0
 FOREVER_MS = 1 << 60
@@ -46,6 +46,7 @@ class PlayedService:
         self.gate = threading.Event()
         self.holding = threading.Event()
         self.handled: list[str] = []
+        self.steps = 0  # that calls with payload b"steps ..." take together
         self.answers: dict[str, Answer] = {}
         self.ticks: SimpleQueue[tuple[int, int | None]] = SimpleQueue()
 
@@ -54,6 +55,9 @@ class PlayedService:
         if payload == b"hold":
             self.holding.set()
             assert self.gate.wait(PATIENCE_S)
+        if payload.startswith(b"steps ") and self.steps > 0:
+            self.steps -= 1
+            return Answer(b"", again=True)
         return self.answers.get(method.name, Answer(b"done " + method.name.encode()))
 
     def refuse(self, method: Method, error: MooncakeError) -> bytes:
@@ -164,6 +168,22 @@ def test_a20_a73_liveness_overtakes_data_calls(stage: Stage) -> None:
     for replies in [held, *data, *urgent]:
         assert said(replies).startswith("done")
     assert stage.service.handled == ["Exists", "Heartbeat", "Status", *["Locate"] * 4]
+
+
+def test_a73_calls_of_many_steps_let_short_ones_and_heartbeats_in_between(stage: Stage) -> None:
+    """Three slow callers in their slowest call: every round of them is followed by others."""
+    held = stage.hold()
+    stage.service.steps = 60
+    slow = [stage.call(LIST, b"steps %d" % i) for i in range(3)]
+    short = stage.call(LOCATE)
+    beat = stage.call(HEARTBEAT)
+    stage.service.gate.set()
+    for replies in [held, beat, short, *slow]:
+        assert said(replies).startswith("done")
+    handled = stage.service.handled
+    assert handled[:2] == ["Exists", "Heartbeat"]
+    assert handled.index("Locate") <= 2 + 3, "not behind more than one step of each"
+    assert handled.count("List") == 60 + 3
 
 
 def test_a73_a_full_queue_answers_at_once(stage: Stage) -> None:
