@@ -48,6 +48,7 @@ def extent_bytes(length: int) -> int:
 _RESERVED = b"\xff"  # no UTF-8 text begins with it
 
 
+MEMBERS_SHIFT = 16  # in `segment_index` of a granted row: above it, how many members its group has
 RESERVED_ROW = (1 << 64) - 1  # in `reserved` of an EXTENT_ROW: granted without a key
 
 

@@ -410,6 +410,7 @@ class CopyTask:
 
     name: Name
     group: int
+    members: int  # of the group
     length: int
     generation: int
     offset: int

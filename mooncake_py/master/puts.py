@@ -14,6 +14,7 @@ A batch is handled in columns: what is decided per key is kept to a few list ope
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import repeat
 
@@ -40,6 +41,7 @@ from mooncake_py.model import (
     EXTENT_HEADER_BYTES,
     EXTENT_ROW,
     KEY_MAX_BYTES,
+    MEMBERS_SHIFT,
     PART_MARK,
 )
 
@@ -418,10 +420,12 @@ class _PutStart:
         rows: list[list[bytes]] = []
         generation = put.first - 1
         owners = [*indices, *self.owners] if self.owners else indices
+        members = Counter(put.groups)
         for i, length, replicas in zip(owners, put.lengths, put.places, strict=True):
             generation += 1
             digest = digests[16 * i : 16 * i + 16]
             group = put.groups[generation - put.first] if put.groups else 0
+            size = members[group] << MEMBERS_SHIFT if group else 0
             for place in replicas:
                 index = place >> PLACE_BITS
                 entry = entries.get(index)
@@ -429,7 +433,7 @@ class _PutStart:
                     entry = entries[index] = len(rows)
                     rows.append([])
                 offset = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
-                row = pack(i, entry, offset, length, generation, expires_ms, digest, group)
+                row = pack(i, entry | size, offset, length, generation, expires_ms, digest, group)
                 if generation - put.first >= len(indices):
                     key = put.keys[generation - put.first]
                     self.part_rows.append((entry, len(rows[entry]), key))

@@ -24,23 +24,19 @@ Pure.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from mooncake_py.errors import ObjectNotFound, UsageError
 from mooncake_py.master import records
+from mooncake_py.master.adoption import Page
 from mooncake_py.master.allocator import UNIT_BYTES
-from mooncake_py.master.commands import Applied, Inventoried, Inventory, Mount, Name, Refused
-from mooncake_py.master.commits import commit, dress, replace_former
-from mooncake_py.master.events import STORED
+from mooncake_py.master.commands import Applied, Inventoried, Inventory, Mount, Refused
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, GONE, RETURNING, Segment, segment_fields
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
-from mooncake_py.master.state import CatalogState, extent_units
-from mooncake_py.master.tenant import Grant, Tenant
+from mooncake_py.master.state import CatalogState
 from mooncake_py.master.work import Work
-from mooncake_py.model import EXTENT_ROW, REPLICA_ROW, RESERVED_ROW, reserved_key
+from mooncake_py.model import EXTENT_ROW, REPLICA_ROW
 
 _GENERATION_BITS = 40  # of a generation count puts within a term, the rest is the term
 _SEGMENT_BITS = 16  # likewise of a segment id; more mounts than that go on in the next term's
@@ -177,7 +173,7 @@ def inventory(state: CatalogState, command: Inventory, now_ms: int) -> Applied:
     work = Work()
     unseal = b""
     if command.rows:
-        unseal = _Page(state, work, segment, now_ms).judge(command)
+        unseal = Page(state, work, segment, now_ms).judge(command)
     if command.absent:
         _lose_absent(state, work, segment, command, now_ms)
     if command.recorded and not segment.recorded:
@@ -228,240 +224,3 @@ def _lose_absent(
                 state.counters["replicas_absent"] += 1
                 state.lose_replica(work, slot, segment.index, Event.NODE_LOST, now_ms)
                 break
-
-
-@dataclass(slots=True)
-class _Found:
-    """An extent that a node told of."""
-
-    name: Name
-    start: int
-    units: int
-    length: int
-    own: int  # generation in its header
-    group: int
-    free_only: bool  # granted without a key: the put was refused if the key was taken
-
-    @property
-    def generation(self) -> int:
-        return self.name.generation or self.own
-
-
-class _Page:
-    """Judges the extents of one page."""
-
-    def __init__(self, state: CatalogState, work: Work, segment: Segment, now_ms: int) -> None:
-        self.state, self.work, self.segment, self.now_ms = state, work, segment, now_ms
-        self.adopted: defaultdict[tuple[str, int, int, bool], list[_Found]] = defaultdict(list)
-        self.touched: defaultdict[Tenant, list[int]] = defaultdict(list)
-        state.free_rested(now_ms)
-
-    def judge(self, command: Inventory) -> bytes:
-        """Rows that the node is to unseal."""
-        rows, size = command.rows, EXTENT_ROW.size
-        ended = []
-        for at, name in enumerate(command.names):
-            _, _, offset, length, own, _, _, group = EXTENT_ROW.unpack_from(rows, at * size)
-            if own >= self.state.next_generation:
-                continue
-            units = extent_units(length)
-            start = offset // UNIT_BYTES
-            free_only = group == RESERVED_ROW
-            if free_only:
-                group = 0
-            found = name and _Found(name, start, units, length, own, group, free_only)
-            if not found or not self._stays(found):
-                self.state.counters["extents_unsealed" if found else "extents_nameless"] += 1
-                ended.append(rows[at * size : (at + 1) * size])
-        self._record()
-        for tenant, slots in self.touched.items():
-            live = [slot for slot in slots if self.state.table.key[slot] is not None]
-            tenant.pool.touch(live, self.now_ms)
-        return b"".join(ended)
-
-    def _stays(self, found: _Found) -> bool:
-        state, name = self.state, found.name
-        tenant = state.tenants.find(name.tenant)
-        if tenant is not None:
-            slot = tenant.complete.get(name.key)
-            if slot is not None and state.table.generation[slot] == found.generation:
-                return self._is_replica(slot, found) or self._add_replica(slot, found)
-            grant = tenant.writing.get(name.key) or tenant.writing.get(reserved_key(found.own))
-            if grant is not None and grant[0].first + grant[1] == found.generation:
-                return self._settle(grant, found)
-        if found.own in state.tasks.running:
-            return True
-        return self._owed(found) and self._adopt(found)
-
-    def _owed(self, found: _Found) -> bool:
-        return any(start <= found.own < below for start, below in self.segment.owed)
-
-    # --- known objects --------------------------------------------------------------------------
-
-    def _is_replica(self, slot: int, found: _Found) -> bool:
-        table = self.state.table
-        place = self.segment.index << PLACE_BITS | found.start
-        return place in table.places(slot) and (table.replica_generation(slot, place) == found.own)
-
-    def _add_replica(self, slot: int, found: _Found) -> bool:
-        state, table = self.state, self.state.table
-        if not self._owed(found) or table.length[slot] != found.length:
-            return False
-        if any(place >> PLACE_BITS == self.segment.index for place in table.places(slot)):
-            return False
-        if not self._claim(found):
-            return False
-        state.add_replica(slot, self.segment.index << PLACE_BITS | found.start, found.own)
-        self.work.copy(table.generation[slot], found.own, self.segment.segment_id, found.start)
-        state.counters["replicas_adopted"] += 1
-        return True
-
-    def _settle(self, grant: Grant, found: _Found) -> bool:
-        """The put may have been acknowledged: it counts (unless its record came first). Its
-        replicas elsewhere are believed in until their nodes tell."""
-        state, (put, index) = self.state, grant
-        if state.unrecorded.durable_puts or put.first >= state.unrecorded.first_generation:
-            return True  # its writer will say
-        place = self.segment.index << PLACE_BITS | found.start
-        if place not in put.places[index] or put.lengths[index] != found.length:
-            return False
-        others = {
-            segment.segment_id
-            for each in put.places[index]
-            if (segment := state.members.at(each >> PLACE_BITS)) is not self.segment
-            and segment.recorded
-        }
-        if others:
-            state.fail_replicas(put, index, others, self.now_ms)
-        tenant, key = put.tenant, put.keys[index]
-        replace_former(state, self.work, tenant, key, self.now_ms)
-        commit(state, put, index, self.now_ms)
-        lost = [(found.generation, each) for each in others]
-        self.work.records.append(
-            records.encode(records.Commits(self.now_ms, [found.generation], lost))
-        )
-        state.counters["objects_settled"] += 1
-        return True
-
-    # --- objects that no record tells of --------------------------------------------------------
-
-    def _adopt(self, found: _Found) -> bool:
-        state, name = self.state, found.name
-        if name.ttl_until_ms and name.ttl_until_ms <= self.now_ms:
-            return False
-        if state.unrecorded.buried(name.tenant, name.key, found.generation):
-            return False
-        tenant = state.tenants.obtain(name.tenant)
-        if isinstance(tenant, str) or len(state.table) >= state.table.capacity:
-            state.counters["extents_no_room"] += 1
-            return False
-        former = tenant.complete.get(name.key)
-        if former is not None and (
-            found.free_only or state.table.generation[former] > found.generation
-        ):
-            return False
-        if not self._claim(found):
-            return False
-        if former is not None and tenant.complete.get(name.key) == former:
-            state.end_object(self.work, former, Event.REPLACED, self.now_ms)
-        self._install(tenant, found)
-        return True
-
-    def _install(self, tenant: Tenant, found: _Found) -> None:
-        state, name, units = self.state, found.name, found.units
-        place = self.segment.index << PLACE_BITS | found.start
-        slot = state.table.add(name.key, found.generation, found.length, place, tenant.number)
-        tenant.used_bytes += units * UNIT_BYTES
-        pinned = name.hard_pin and self._may_pin(tenant, units)
-        if pinned:
-            state.pin(tenant, units)
-        dress(state, slot, (place,), pinned, name.soft_pin_until_ms, name.ttl_until_ms)
-        if found.own != found.generation:
-            state.table.name_copy(slot, place, found.own)
-        if found.group:
-            state.join_group(found.group, tenant, name.key, slot)
-        state.enter(tenant, name.key, slot, self.now_ms)
-        state.events.add(STORED, tenant.name, name.key, found.generation)
-        self.touched[tenant].append(slot)
-        kind = (name.tenant, name.soft_pin_until_ms, name.ttl_until_ms, pinned)
-        self.adopted[kind].append(found)
-        state.counters["objects_adopted"] += 1
-
-    def _may_pin(self, tenant: Tenant, units: int) -> bool:
-        """What a node says of a pin holds only within what may be pinned at all."""
-        state, settings = self.state, self.state.settings
-        capacity = sum(each.allocator.units for each in state.members)
-        return (
-            state.hard_pinned_units + units <= capacity * settings.hard_pin_max_ratio
-            and tenant.hard_pinned_units + units <= capacity * settings.tenant_hard_pin_max_ratio
-        )
-
-    def _claim(self, found: _Found) -> bool:
-        """Take its place. What the catalog believes there and is older has ended: the record of its
-        end is among the lost ones."""
-        allocator = self.segment.allocator
-        if found.start + found.units > allocator.units:
-            return False
-        if not allocator.claim(found.start, found.units):
-            for slot in self._older_in_place(found):
-                self._displace(slot)
-            if not allocator.claim(found.start, found.units):
-                self.state.counters["extents_overlapping"] += 1
-                return False
-        self.segment.used_units += found.units
-        return True
-
-    def _older_in_place(self, found: _Found) -> list[int]:
-        table, index = self.state.table, self.segment.index
-        end = found.start + found.units
-        slots = []
-        for slot in table.slots_on(index, 0, len(table.key)):
-            units = extent_units(table.length[slot])
-            slots += [
-                slot
-                for place in table.places(slot)
-                if place >> PLACE_BITS == index
-                and (start := place & PLACE_MASK) < end
-                and start + units > found.start
-                and table.replica_generation(slot, place) < found.own
-            ]
-        return slots
-
-    def _displace(self, slot: int) -> None:
-        """The replica here ends, and its extent with it: another one has been written over it."""
-        state, table = self.state, self.state.table
-        places = table.places(slot)
-        kept = tuple(place for place in places if place >> PLACE_BITS != self.segment.index)
-        if not kept:
-            state.end_object(self.work, slot, Event.NODE_LOST, self.now_ms)
-            return
-        self.work.lose(table.generation[slot], self.segment.segment_id, 0)
-        state.drop_replicas(slot, kept, 0, self.now_ms)
-        state.note_short(slot)
-
-    def _record(self) -> None:
-        segment_id = self.segment.segment_id
-        for (tenant, soft_pin, ttl, pinned), found in self.adopted.items():
-            fields = records.GrantFields(
-                now_ms=self.now_ms,
-                expires_ms=0,
-                tenant=tenant,
-                soft_pin_ms=soft_pin,
-                ttl_ms=ttl,
-                hard_pin=pinned,
-                keys=[each.name.key for each in found],
-                generations=[each.generation for each in found],
-                lengths=[each.length for each in found],
-                replicas=[1] * len(found),
-                extents=[n for each in found for n in (segment_id, each.start * UNIT_BYTES)],
-                groups=[each.group for each in found] if any(e.group for e in found) else (),
-                complete=True,
-            )
-            self.work.records.append(records.encode(fields))
-            copies = [
-                (each.generation, each.own, segment_id, each.start * UNIT_BYTES)
-                for each in found
-                if each.own != each.generation
-            ]
-            if copies:
-                self.work.records.append(records.encode(records.Copies(copies)))

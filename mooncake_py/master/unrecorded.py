@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from mooncake_py.errors import UsageError
 from mooncake_py.master import records
@@ -81,7 +82,7 @@ class Unrecorded:
     on generations are this master's own."""
 
     __slots__ = (
-        "_graves", "_sweeps", "durable_puts", "first_generation", "foreign_until_ms",
+        "_graves", "_sweeps", "durable_puts", "first_generation", "foreign_until_ms", "gathered",
         "horizon", "open", "voids",
     )  # fmt: skip
 
@@ -92,6 +93,8 @@ class Unrecorded:
         self.durable_puts = False
         self.foreign_until_ms = 0  # segments of a lost cluster are adopted until then
         self.open = False
+        # Of groups that are not whole yet: by key, what recovery.py found of it.
+        self.gathered: dict[tuple[str, int], dict[bytes, list[Any]]] = {}
         self._graves: dict[tuple[str, bytes], int] = {}  # generations below have ended
         self._sweeps: list[tuple[str, bytes, bytes, int]] = []  # tenant, prefix, pattern, below
 
@@ -164,6 +167,7 @@ class Unrecorded:
     def close(self) -> None:
         """Nobody owes anything any more."""
         self.open = False
+        self.gathered.clear()
         self._graves.clear()
         self._sweeps.clear()
 

@@ -21,6 +21,7 @@ from mooncake_py.model import (
     EXTENT_ROW,
     FAILED_ROW,
     KEY_MAX_BYTES,
+    MEMBERS_SHIFT,
     OBJECT_MAX_BYTES,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -410,8 +411,9 @@ def tasks(
     """`digests`: one a copy, of its key."""
     rows = [
         COPY_ROW.pack(
-            row, 0, copy.offset, copy.length, copy.generation, copy.expires_ms, digest, copy.group,
-            copy.source, 0, copy.source_offset, copy.source_generation,
+            row, copy.members << MEMBERS_SHIFT, copy.offset, copy.length, copy.generation,
+            copy.expires_ms, digest, copy.group, copy.source, 0, copy.source_offset,
+            copy.source_generation,
         )
         for row, (copy, digest) in enumerate(zip(answer.copies, digests, strict=True))
     ]  # fmt: skip

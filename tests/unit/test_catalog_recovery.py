@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
+    Granted,
     Heartbeat,
     Inventoried,
     Inventory,
@@ -19,11 +20,12 @@ from mooncake_py.master.commands import (
     Mount,
     Mounted,
     Name,
+    PutStart,
     Remove,
     Unmount,
 )
 from mooncake_py.master.settings import CatalogSettings
-from mooncake_py.model import EXTENT_ROW, PLACEMENT_ROW, REPLICA_ROW
+from mooncake_py.model import EXTENT_ROW, MEMBERS_SHIFT, PLACEMENT_ROW, REPLICA_ROW
 
 MIB = 1 << 20
 SETTINGS = CatalogSettings(objects_max=1 << 14)
@@ -78,7 +80,9 @@ class ModelNode:
             rows, names = [], []
             for offset in offsets[at : at + 3]:
                 length, generation, name, group = self.sealed[offset]
-                rows.append(EXTENT_ROW.pack(0, 0, offset, length, generation, 0, bytes(16), group))
+                size = self.group_size << MEMBERS_SHIFT if group else 0
+                row = (0, size, offset, length, generation, 0, bytes(16), group)
+                rows.append(EXTENT_ROW.pack(*row))
                 names.append(name)
             self.ask(master, rows=b"".join(rows), names=names)
 
@@ -398,3 +402,36 @@ def test_f10_leases_are_renewed_by_readers_and_end_by_themselves() -> None:
     assert driver.remove([b"k"]).kept == 1
     driver.pass_time(SETTINGS.lease_ms + 1_000)
     assert driver.remove([b"k"]).removed == 1
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_f64_a_group_comes_back_as_a_whole_or_not_at_all(missing: bool) -> None:
+    """Its members may be parts of one object: some of them alone would be wrong bytes."""
+    cluster = Cluster("a", "b")
+    driver, keys = cluster.driver, [b"g0", b"g1", b"g2", b"g3"]
+    granted = driver.apply(
+        PutStart("t", keys, [1000] * 4, bytes(64), groups=[7] * 4, random=3)
+    ).reply
+    assert isinstance(granted, Granted)
+    for segment_id, rows in zip(granted.segment_ids, granted.rows, strict=True):
+        (node,) = [each for each in cluster.nodes.values() if each.segment_id == segment_id]
+        for index, upper, offset, length, generation, _, _, group in EXTENT_ROW.iter_unpack(rows):
+            node.sealed[offset] = (length, generation, Name("t", keys[index]), group)
+            node.group_size = upper >> MEMBERS_SHIFT
+            assert node.group_size == len(keys)
+    assert driver.end(keys, list(granted.generations)) == [0] * 4
+    a, b = cluster.nodes["a"], cluster.nodes["b"]
+    if not b.sealed:  # placement may have chosen one node: move one over
+        offset, extent = a.sealed.popitem()
+        b.sealed[offset], b.group_size = extent, 4
+    cluster.forget()
+    a.recover(driver, a.mount(driver))
+    assert cluster.keys() == []  # not before all are there
+    if missing:
+        b.sealed.popitem()
+    b.recover(driver, b.mount(driver))
+    assert cluster.keys() == ([] if missing else keys)
+    check_invariants(driver.catalog)
+    if not missing:
+        cluster.remove(b"g2")
+        assert cluster.keys() == []  # one fate
