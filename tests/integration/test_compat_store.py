@@ -217,7 +217,7 @@ def test_f50_a_client_can_offer_memory_itself(cluster: Cluster) -> None:
 def test_f50_without_room_the_code_is_the_one_that_callers_pause_for(cluster: Cluster) -> None:
     store = MooncakeDistributedStore()
     assert store.setup("127.0.0.1", "", 0, 0, "tcp", "", cluster.address) == 0
-    huge = np.zeros(96 * MIB, np.uint8)  # more than a segment
+    huge = np.zeros(400 * MIB, np.uint8)  # more than all segments
     assert store.put(key(), huge) == -200
     assert store.close() == 0
 

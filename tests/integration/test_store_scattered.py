@@ -129,7 +129,7 @@ def test_one_that_exists_is_in_no_group(store: StoreClient) -> None:
 
 def test_a_group_with_a_member_that_finds_no_room_is_not_stored(store: StoreClient) -> None:
     keys = [f"group/{noise.random()}" for _ in range(3)]
-    huge = memoryview(bytearray(96 << 20))  # more than any segment of this cluster
+    huge = memoryview(bytearray(400 << 20))  # more than this cluster has
     outcomes = store.put_batch(keys, [b"x", huge, b"y"], groups=[1, 1, 0], timeout_ms=300)
     assert [type(outcome).__name__ for outcome in outcomes] == [
         "OutOfSpace",
