@@ -22,7 +22,7 @@ namespace {
 std::atomic<uint32_t> fork_generation{0};
 const int fork_watch = pthread_atfork(nullptr, nullptr, [] { ++fork_generation; });
 
-constexpr int kShutdownTries = 1000;
+constexpr int kEndTries = 1000;
 constexpr const char* kForked =
     "this engine was opened before fork(); open a new one in the child process";
 
@@ -42,6 +42,11 @@ struct mc_batch {
 };
 
 namespace {
+
+void pause_for_memory() {
+  const timespec pause{0, 1'000'000};  // others give back what they can
+  nanosleep(&pause, nullptr);
+}
 
 // Runs `use(core)` as a call in progress and turns exceptions into statuses.
 template <typename Use>
@@ -113,6 +118,25 @@ void hand_over(uint64_t peer, const MessageHead& head, Bytes bytes, mc_message* 
   out->owner = bytes.release();
 }
 
+// Cancel, also when there is no memory for that: then the connection goes with the batch, so that
+// nothing on it looks at the caller's memory any more.
+void end_batch(Endpoint& endpoint, const std::shared_ptr<Batch>& batch, int32_t status,
+               const char* reason) {
+  try {
+    return endpoint.cancel(batch, status, reason);
+  } catch (const std::bad_alloc&) {
+    batch->stop();
+    batch->finish(status, reason);
+  }
+  for (int i = 0; i < kEndTries; ++i) {
+    try {
+      return endpoint.close({MC_E_OUT_OF_SPACE, ""});
+    } catch (const std::bad_alloc&) {
+      pause_for_memory();
+    }
+  }
+}
+
 int32_t outcome_of(const Batch& batch) { return batch.outcome().raise(); }
 
 }  // namespace
@@ -139,12 +163,11 @@ int32_t mc_engine_open(const mc_engine_options* options, mc_engine** out) try {
 
 void mc_engine_shutdown(mc_engine* engine) {
   if (engine == nullptr || engine->generation != fork_generation) return;
-  for (int i = 0; i < kShutdownTries; ++i) {
+  for (int i = 0; i < kEndTries; ++i) {
     try {
       return engine->core->shutdown();
     } catch (const std::bad_alloc&) {
-      const timespec pause{0, 1'000'000};  // for a few pointers; others give back what they can
-      nanosleep(&pause, nullptr);
+      pause_for_memory();
     }
   }
 }
@@ -246,7 +269,7 @@ int32_t mc_batch_submit(mc_engine* engine, uint64_t id, mc_slice* slices, uint64
     try {
       peer->endpoint->submit(batch, false);
     } catch (const std::bad_alloc&) {
-      peer->endpoint->cancel(batch, MC_E_OUT_OF_SPACE, "out of memory");
+      end_batch(*peer->endpoint, batch, MC_E_OUT_OF_SPACE, "out of memory");
     }
     if (!batch->done()) {
       core.loop().watch();  // nobody may come to wait for it
@@ -255,7 +278,7 @@ int32_t mc_batch_submit(mc_engine* engine, uint64_t id, mc_slice* slices, uint64
             const auto late = weak.lock();
             const auto at = endpoint.lock();
             if (late && at && !late->done()) {
-              at->cancel(late, MC_E_TIMEOUT, "the batch did not end before its deadline");
+              end_batch(*at, late, MC_E_TIMEOUT, "the batch did not end before its deadline");
             }
           });
     }
@@ -280,7 +303,7 @@ int32_t mc_batch_done(mc_batch* batch) {
 void mc_batch_cancel(mc_batch* batch) {
   if (batch == nullptr || batch->generation != fork_generation) return;
   if (!batch->batch->done()) {
-    batch->endpoint->cancel(batch->batch, MC_E_CANCELLED, "the batch was cancelled");
+    end_batch(*batch->endpoint, batch->batch, MC_E_CANCELLED, "the batch was cancelled");
   }
 }
 
@@ -311,10 +334,11 @@ int32_t mc_transfer(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n
     try {
       peer->endpoint->submit(batch, true);
     } catch (const std::bad_alloc&) {
-      peer->endpoint->cancel(batch, MC_E_OUT_OF_SPACE, "out of memory");  // what has begun, too
+      end_batch(*peer->endpoint, batch, MC_E_OUT_OF_SPACE, "out of memory");  // what has begun, too
     }
     if (!batch->wait(core.loop(), batch->deadline())) {
-      peer->endpoint->cancel(batch, MC_E_TIMEOUT, "the transfer did not end before its deadline");
+      end_batch(*peer->endpoint, batch, MC_E_TIMEOUT,
+                "the transfer did not end before its deadline");
     }
     core.untrack(*batch);
     return outcome_of(*batch);
