@@ -188,7 +188,7 @@ class Reference:
                     key, generation, length, {row[1] for row in rows if row[0] == i}, policy
                 )
             elif code == 21:
-                assert policy.get("hard_pin") or self.keys_max
+                assert policy.get("hard_pin") or policy.get("soft_pin_ms") or self.keys_max
             else:
                 assert code == 20
                 self._judge_full(length, policy)
