@@ -28,6 +28,8 @@ _MILLISECONDS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SEGMENT_MIN_BYTES = 1 << 20
 PULL_THREADS_MAX = 64
+DISK_THREADS_MAX = 64
+DISK_MIN_BYTES = 1 << 20
 NODE_NAME_MAX_BYTES = 200  # it is part of the name of the memory
 
 
@@ -98,16 +100,32 @@ class NodeSettings:
     domain: str = ""  # label of what fails together, such as a rack; replicas go to distinct ones
     drain_ms: int = 10_000  # after SIGTERM: how long other nodes may copy what is here; 0: not
     pull_threads: int = 4  # pull requests served at once; a long copy occupies one
+    disk: str = ""  # folder of the disk tier; "": there is none
+    disk_size_bytes: int = 10 << 30  # what its objects may take
+    disk_staging_bytes: int = 0  # memory for reads of it; 0: a quarter of segment_bytes, see below
+    disk_threads: int = 4  # reads of it served at once
     start_ms: int = 30_000  # what reaching the master may take at start
     log_level: str = "info"
 
     def transport_names(self) -> tuple[str, ...]:
         return tuple(name.strip() for name in self.transports.split(",") if name.strip())
 
+    def staging_bytes(self) -> int:
+        """Memory for reads of the disk tier: by default a quarter of the segment, at least 16 MiB
+        and at most 128 MiB. Larger objects are not offloaded."""
+        chosen = min(max(self.segment_bytes // 4, 16 << 20), 128 << 20)
+        return self.disk_staging_bytes or chosen
+
     def validate(self) -> None:
         """UsageError: a value is out of bounds."""
         if self.log_level not in LOG_LEVELS:
             raise UsageError(f"log_level is one of {', '.join(LOG_LEVELS)}", got=self.log_level)
+        if not 1 <= self.disk_threads <= DISK_THREADS_MAX:
+            raise UsageError(f"disk_threads is 1 to {DISK_THREADS_MAX}", got=self.disk_threads)
+        if self.disk and self.disk_size_bytes < DISK_MIN_BYTES:
+            raise UsageError(
+                f"disk_size_bytes must be at least {DISK_MIN_BYTES}", got=self.disk_size_bytes
+            )
         if self.segment_bytes < SEGMENT_MIN_BYTES:
             raise UsageError(
                 f"segment_bytes must be at least {SEGMENT_MIN_BYTES}", got=self.segment_bytes

@@ -22,6 +22,7 @@ PART_MARK = b"\xfe"  # begins the keys of parts of striped objects; no key of a 
 
 EXTENT_HEADER_BYTES = 64
 EXTENT_ALIGN_BYTES = 64
+DISK_ALIGN_BYTES = 4096
 
 # key_index, segment_index, offset, length, generation, expires_ms, digest, tag (the group, or 0)
 EXTENT_ROW = struct.Struct("<IIQQQQ16sQ")
@@ -35,6 +36,8 @@ COPY_ROW = struct.Struct("<IIQQQQ16sQIIQQ")
 TASK_DONE_ROW = struct.Struct("<QII")
 # offset, generation
 REPLICA_ROW = struct.Struct("<QQ")
+# generation, length, segment_id, offset, memory_generation, expires_ms
+DISK_TASK_ROW = struct.Struct("<QQQQQQ")
 # key_index, reserved, segment_id
 FAILED_ROW = struct.Struct("<IIQ")
 
@@ -60,6 +63,11 @@ def reserved_key(generation: int) -> bytes:
 def is_reserved(key: bytes) -> bool:
     """Is this no key but the name of a reservation?"""
     return key.startswith(_RESERVED)
+
+
+def disk_bytes(length: int) -> int:
+    """Bytes an object of `length` takes on a disk, as limits count it."""
+    return -(-extent_bytes(length) // DISK_ALIGN_BYTES) * DISK_ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)

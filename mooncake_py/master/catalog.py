@@ -34,6 +34,7 @@ from mooncake_py.master import (
     replay,
     reservations,
     snapshots,
+    tiering,
 )
 from mooncake_py.master.commands import (
     Applied,
@@ -62,6 +63,8 @@ from mooncake_py.master.commands import (
     Tick,
     Unmount,
 )
+from mooncake_py.master.disk_commands import DiskWork
+from mooncake_py.master.evicting import evict
 from mooncake_py.master.membership import GONE, Segment
 from mooncake_py.master.replay import RestoreReport
 from mooncake_py.master.settings import CatalogSettings
@@ -91,6 +94,8 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
         more |= quotas.trim_tenants(state, work, now_ms, step)
         more |= drains.drain_step(state, work, now_ms)
         repair.repair_step(state, work, now_ms)
+    if state.members.disks and command.evict_max:
+        more |= tiering.step(state, work, now_ms)
     _evict_to_watermark(state, work, command.evict_max, now_ms)
     if now_ms >= state.housekeeping_ms:
         state.housekeeping_ms = now_ms + _HOUSEKEEPING_MS
@@ -117,13 +122,14 @@ def _evict_to_watermark(state: CatalogState, work: Work, count_max: int, now_ms:
         state.evicting = True
     surplus = used - int(capacity * state.settings.evict_low_ratio)
     if state.evicting and surplus > 0:
-        surplus -= state.evict(work, surplus, now_ms, count_max)
+        surplus -= evict(state, work, surplus, now_ms, count_max)
     if surplus <= 0:
         state.evicting = False
 
 
 def _status(state: CatalogState, command: Status, now_ms: int) -> Applied:
-    present = [each for each in state.members if each.state != GONE]
+    mounted = [each for each in state.members if each.state != GONE]
+    present = [each for each in mounted if each.disk is None]
     counters: dict[str, float] = dict(state.counters)
     counters["tenants"] = len(state.tenants)
     counters["grants_running"] = sum(len(each.writing) for each in state.tenants)
@@ -135,11 +141,13 @@ def _status(state: CatalogState, command: Status, now_ms: int) -> Applied:
         counters[f"largest_hole_bytes.{segment.segment_id}"] = (
             EXTENT_ALIGN_BYTES * segment.allocator.largest
         )
+    if state.members.disks:
+        counters |= tiering.numbers(state)
     info = StatusInfo(
         objects=len(state.table),
         used_bytes=EXTENT_ALIGN_BYTES * sum(each.used_units for each in present),
         capacity_bytes=EXTENT_ALIGN_BYTES * sum(each.allocator.units for each in present),
-        segments=[_segment_info(each) for each in present],
+        segments=[_segment_info(each) for each in mounted],
         counters=counters,
         tenants=[
             quotas.tenant_info(each, now_ms) for each in islice(state.tenants, _TENANTS_SHOWN)
@@ -160,6 +168,7 @@ def _segment_info(segment: Segment) -> SegmentInfo:
         used_bytes=segment.used_units * EXTENT_ALIGN_BYTES,
         state=segment.state,
         domain=segment.domain,
+        disk_id=segment.disk_id,
     )
 
 
@@ -187,6 +196,7 @@ _VERBS: dict[type, Callable[[CatalogState, Any, int], Applied]] = {
     Heartbeat: nodes.heartbeat,
     Unmount: nodes.unmount,
     Inventory: recovery.inventory,
+    DiskWork: tiering.disk_work,
     Tick: _tick,
     Status: _status,
 }

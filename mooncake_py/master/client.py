@@ -15,9 +15,10 @@ from typing import Any
 
 from mooncake_py.clock import Deadline
 from mooncake_py.master import commands as c
+from mooncake_py.master.disk_commands import DiskWork
 from mooncake_py.master.link import MasterLink
 from mooncake_py.model import ReplicaPolicy
-from mooncake_py.wire import answers, lane, moves, reserved
+from mooncake_py.wire import answers, disks, lane, moves, reserved
 from mooncake_py.wire.answers import (
     Beat,
     ClusterInfo,
@@ -29,6 +30,7 @@ from mooncake_py.wire.answers import (
     Segment,
     Status,
 )
+from mooncake_py.wire.disks import DiskOrders
 from mooncake_py.wire.inventory import (
     Inventoried,
     MountedSegment,
@@ -260,6 +262,11 @@ class MasterClient(MasterLink):
         none of this name; it may have left."""
         deadline = Deadline(timeout_ms, self._clock)
         return moves.drain_info(self._call(lane.DRAIN, moves.drain_request(drain), deadline))
+
+    def disk_work(self, work: DiskWork, *, timeout_ms: int) -> DiskOrders:
+        """Tell what a disk did and has, and take its work. Not `known`: mount again."""
+        deadline = Deadline(timeout_ms, self._clock)
+        return disks.orders(self._call(lane.DISK_WORK, disks.request(work), deadline, check=False))
 
     def unmount(self, unmount: c.Unmount, *, timeout_ms: int) -> None:
         """Withdraw a segment; its objects are forgotten."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mooncake_py.master.disk_commands import DiskTasks, DiskWork
 from mooncake_py.model import ReplicaPolicy
 
 # --- clients ------------------------------------------------------------------------------------
@@ -167,6 +168,7 @@ class Mount:
     warm: bool = False  # another incarnation that has taken over the memory of `segment_id`
     keeps: bool = False  # the memory outlives its process, so it may come back
     former_term: int = 0  # of the master that granted what it holds
+    disk_id: int = 0  # not 0: a disk with this identity, which outlives its node
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,7 @@ class Status:
 
 Command = (
     Exists | Locate | PutStart | Reserve | PutEnd | PutRevoke | Remove | List | Report | SetQuota
-    | Events | CopyObjects | Drain | Mount | Heartbeat | Unmount | Tasks | Tick | Status
+    | Events | CopyObjects | Drain | Mount | Heartbeat | Unmount | Tasks | DiskWork | Tick | Status
     | Inventory
 )  # fmt: skip
 
@@ -349,6 +351,7 @@ class SegmentInfo:
     used_bytes: int
     state: str  # alive, suspect, draining
     domain: str = ""  # what fails together with others of the same label
+    disk_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,7 +451,7 @@ class DrainInfo:
 
 Reply = (
     Refused | Statuses | Present | Located | Granted | Reserved | Listed | Mounted | StatusInfo
-    | Done | EventPage | Again | TaskList | DrainInfo | Inventoried
+    | Done | EventPage | Again | TaskList | DrainInfo | Inventoried | DiskTasks
 )  # fmt: skip
 
 # --- effects ------------------------------------------------------------------------------------

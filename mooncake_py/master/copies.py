@@ -137,7 +137,9 @@ def _hand_out(
         return None
     table, slot = state.table, copy.slot
     sources = [
-        place for place in table.places(slot) if state.members.at(place >> PLACE_BITS).readable
+        place
+        for place in table.places(slot)
+        if (segment := state.members.at(place >> PLACE_BITS)).readable and segment.disk is None
     ]
     if not sources:
         return None
@@ -286,4 +288,7 @@ def _copy_one(
 def elsewhere(state: CatalogState, slot: int, index: int) -> int:
     """How many replicas the object has on other segments that stay."""
     segments = [state.members.at(place >> PLACE_BITS) for place in state.table.places(slot)]
-    return sum(each.index != index and each.state not in (DRAINING, GONE) for each in segments)
+    return sum(
+        each.index != index and each.state not in (DRAINING, GONE) and each.disk is None
+        for each in segments
+    )

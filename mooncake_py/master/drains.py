@@ -31,7 +31,9 @@ def drain(state: CatalogState, command: Drain, now_ms: int) -> Applied:
     found = [
         each
         for each in state.members
-        if each.state != GONE and command.what in (each.node, str(each.segment_id))
+        if each.state != GONE
+        and each.disk is None  # what is on a disk stays with it
+        and command.what in (each.node, str(each.segment_id))
     ]
     if not found:
         cause = f"no node and no segment is called {command.what!r}"

@@ -9,6 +9,7 @@ A segment is *readable* when Locate may name it, *placeable* when new extents ma
 | returning | yes | no | mounted and told (recovery.py) -> alive; half `dead_ms` -> suspect |
 | suspect | no | no | heartbeat -> alive; silence of `dead_ms` -> gone |
 | away | no | no | its memory outlives it, long silent: mount -> alive; `away_ms` -> gone |
+| away (a disk) | no | no | its node is gone: mount -> alive; `disk_away_ms` -> gone |
 | gone | no | no | its objects are forgotten in small steps, then the entry |
 
 A node comes back under its name with a new incarnation when it was restarted: its former segments
@@ -28,6 +29,8 @@ from dataclasses import dataclass, field
 from mooncake_py.master import records
 from mooncake_py.master.allocator import UNIT_BYTES, Allocator
 from mooncake_py.master.commands import Mount
+from mooncake_py.master.disks import Disk, DiskLists, disk_units
+from mooncake_py.master.objects import PLACE_BITS
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.tenant import Put
 
@@ -38,6 +41,7 @@ SUSPECT = "suspect"
 AWAY = "away"
 GONE = "gone"
 
+_DISK_SPACE_UNITS = 1 << 43  # addresses of a disk: so many that there is always a hole
 _READABLE = (ALIVE, DRAINING, RETURNING)
 
 
@@ -48,6 +52,8 @@ class Segment:
         "address",
         "allocator",
         "compared",
+        "disk",
+        "disk_id",
         "domain",
         "drain_asked",
         "drain_told",
@@ -82,7 +88,10 @@ class Segment:
         self.drain_asked = False  # by an operator
         self.drain_told = False  # by the node itself, in its last heartbeat
         self.domain = mount.domain  # known while it is mounted with this master
-        self.allocator = Allocator(mount.nbytes // UNIT_BYTES)
+        self.disk_id = mount.disk_id
+        self.disk: Disk | None = None
+        units = _DISK_SPACE_UNITS if mount.disk_id else mount.nbytes // UNIT_BYTES
+        self.allocator = Allocator(units)
         self.state = ALIVE
         self.mounted = True  # with this master, not only with a former one
         self.keeps = mount.keeps
@@ -95,6 +104,10 @@ class Segment:
         self.new_ms = now_ms  # since when it is there; 0: it was before this master
         self.used_units = 0
         self.resting_units = 0
+
+    def charge(self, units: int) -> int:
+        """What an extent of so many units counts for here."""
+        return units if self.disk is None else disk_units(units)
 
     @property
     def readable(self) -> bool:
@@ -123,16 +136,20 @@ def segment_fields(segment: Segment) -> records.SegmentFields:
         segment.host_id,
         segment.recorded_below,
         segment.keeps,
+        segment.disk_id,
     )
 
 
 class Membership:
     """All segments. `impaired` holds the indices of those that are not readable; `placeable`
-    those that new extents may go to, `draining` those that are to be emptied. `version` changes
-    whenever one of them does."""
+    those that new extents may go to, `draining` those that are to be emptied, `disks` are by index.
+    `version` changes whenever one of them does."""
 
-    def __init__(self, settings: CatalogSettings) -> None:
+    def __init__(self, settings: CatalogSettings, lists: DiskLists) -> None:
         self._settings = settings
+        self._lists = lists
+        self.disks: dict[int, Segment] = {}
+        self.memory_count = 0
         self.by_id: dict[int, Segment] = {}
         self.by_index: list[Segment | None] = []
         self.version = 0
@@ -145,7 +162,31 @@ class Membership:
         return iter(self.by_id.values())
 
     def of_node(self, node: str) -> list[Segment]:
-        return [each for each in self.by_id.values() if each.node == node and each.state != GONE]
+        """Its memory."""
+        return [
+            each
+            for each in self.by_id.values()
+            if each.node == node and each.state != GONE and each.disk is None
+        ]
+
+    def disk_of(self, node: str) -> Segment | None:
+        """The disk behind the memory of this node, if it takes anything."""
+        for segment in self.disks.values():
+            if segment.node == node and segment.state == ALIVE:
+                return segment
+        return None
+
+    def in_memory(self, places: Sequence[int]) -> int:
+        """How many of these places are not on a disk."""
+        if not self.disks:
+            return len(places)
+        return sum(place >> PLACE_BITS not in self.disks for place in places)
+
+    def disks_at(self, places: Sequence[int]) -> list[Disk]:
+        found = [
+            self.disks[each >> PLACE_BITS] for each in places if each >> PLACE_BITS in self.disks
+        ]
+        return [each.disk for each in found if each.disk is not None]
 
     def at(self, index: int) -> Segment:
         segment = self.by_index[index]
@@ -160,7 +201,10 @@ class Membership:
 
     def conflict(self, mount: Mount, now_ms: int) -> str:
         """Why this node cannot mount, or ""."""
-        for other in self.of_node(mount.node):
+        others = self.of_node(mount.node)
+        if mount.disk_id:
+            others = [each for each in self.disks.values() if each.disk_id == mount.disk_id]
+        for other in others:
             silent_ms = now_ms - other.seen_ms
             if (
                 other.incarnation != mount.incarnation
@@ -169,6 +213,8 @@ class Membership:
                 and other.readable
                 and silent_ms < self._settings.suspect_ms
             ):
+                if mount.disk_id:
+                    return f"this disk is in use by the node {other.node!r} at {other.address}"
                 return (
                     f"a node named {mount.node!r} lives at {other.address} (last heartbeat "
                     f"{silent_ms} ms ago); choose another name, or stop it first"
@@ -191,6 +237,13 @@ class Membership:
                     return segment
         return None
 
+    def find_disk(self, mount: Mount) -> Segment | None:
+        """The segment that this disk was before, whichever node it was behind."""
+        for segment in self.disks.values():
+            if segment.disk_id == mount.disk_id and segment.state != GONE:
+                return segment
+        return None
+
     def add(self, mount: Mount, segment_id: int, now_ms: int) -> Segment:
         if None in self.by_index:
             index = self.by_index.index(None)
@@ -198,6 +251,8 @@ class Membership:
             index = len(self.by_index)
             self.by_index.append(None)
         segment = Segment(segment_id, index, mount, now_ms)
+        if mount.disk_id:
+            segment.disk = self._lists.new_disk(mount.nbytes)
         self.by_id[segment_id] = segment
         self.by_index[index] = segment
         self.next_segment_id = max(self.next_segment_id, segment_id + 1)
@@ -219,13 +274,18 @@ class Membership:
         """Drop the entry; nothing may refer to its index any more."""
         del self.by_id[segment.segment_id]
         self.by_index[segment.index] = None
+        if segment.disk is not None:
+            self._lists.close(segment.disk)
         self.refresh()
 
     def refresh(self) -> None:
         self.version += 1
         self.impaired = {each.index for each in self.by_id.values() if not each.readable}
-        self.placeable = [each for each in self.by_id.values() if each.state == ALIVE]
-        self.draining = [each for each in self.by_id.values() if each.state == DRAINING]
+        memory = [each for each in self.by_id.values() if each.disk is None]
+        self.memory_count = len(memory)
+        self.disks = {each.index: each for each in self.by_id.values() if each.disk is not None}
+        self.placeable = [each for each in memory if each.state == ALIVE]
+        self.draining = [each for each in memory if each.state == DRAINING]
 
     def _patience_ms(self, segment: Segment) -> int:
         """A node whose master was stopped, or is behind a wall, waits for that one for a while
@@ -235,13 +295,16 @@ class Membership:
         return self._settings.suspect_ms
 
     def silent(self, now_ms: int) -> tuple[list[Segment], list[Segment]]:
-        """Segments that are to become (suspect, gone) for their silence."""
+        """Segments that are to become (suspect, gone) for their silence. A disk is given longer."""
         suspects, dead = [], []
         for segment in self.by_id.values():
             silent_ms = now_ms - segment.seen_ms
             if segment.state == GONE:
                 continue
-            if segment.state == AWAY or (segment.keeps and silent_ms >= self._settings.dead_ms):
+            if segment.disk is not None and segment.state == AWAY:
+                if silent_ms >= self._settings.disk_away_ms:
+                    dead.append(segment)
+            elif segment.state == AWAY or (segment.keeps and silent_ms >= self._settings.dead_ms):
                 if silent_ms >= self._settings.dead_ms + self._settings.away_ms:
                     dead.append(segment)
                 else:

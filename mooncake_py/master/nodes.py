@@ -22,6 +22,7 @@ from mooncake_py.master.membership import (
 )
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.state import CatalogState
+from mooncake_py.master.tiering import forget_work
 from mooncake_py.master.work import Work
 
 _NAME_MAX_BYTES = 255
@@ -46,16 +47,22 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     if conflict:
         return Applied(Refused(UsageError.code, conflict))
     work = Work()
-    segment = recovery.former_segment(state, command, now_ms)
-    for former in members.of_node(command.node):
-        if former.incarnation != command.incarnation:
-            lose_segment(state, work, former, now_ms)
-    segment = segment or members.find_mounted(command)
+    if command.disk_id:
+        segment = members.find_disk(command)
+    else:
+        segment = recovery.former_segment(state, command, now_ms)
+        _lose_former(state, work, command, now_ms)
+        segment = segment or members.find_mounted(command)
     if segment is None:
         segment = members.add(command, members.next_segment_id, now_ms)
         segment.recorded_below = state.next_generation  # it holds nothing yet
         state.mark(work)
     expected = recovery.expects(state, work, segment, command, now_ms)
+    if segment.disk is not None:
+        forget_work(state, segment, now_ms)
+        segment.node, segment.incarnation = command.node, command.incarnation
+        segment.nbytes = command.nbytes
+        segment.disk.usable_units = command.nbytes // UNIT_BYTES
     segment.address, segment.host_id = command.address, command.host_id
     segment.domain = command.domain
     segment.region = command.region
@@ -74,10 +81,20 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     return work.done(mounted, now_ms)
 
 
+def _lose_former(state: CatalogState, work: Work, command: Mount, now_ms: int) -> None:
+    """A node that was started again has nothing of what it had; its disk may come back."""
+    for former in state.members.of_node(command.node):
+        if former.incarnation != command.incarnation:
+            lose_segment(state, work, former, now_ms)
+    for disk in list(state.members.disks.values()):
+        if disk.node == command.node and disk.incarnation != command.incarnation:
+            leave(state, work, disk, now_ms)
+
+
 def heartbeat(state: CatalogState, command: Heartbeat, now_ms: int) -> Applied:
     segment = state.members.known(command.node, command.incarnation, command.segment_id)
-    if segment is None or not segment.mounted:
-        if segment is not None:
+    if segment is None or not segment.mounted or segment.disk is not None:
+        if segment is not None and segment.disk is None:
             segment.seen_ms = now_ms
             state.members.set_state(segment, RETURNING)
         cause = f"segment {command.segment_id} of {command.node!r} is not mounted here"
@@ -87,6 +104,12 @@ def heartbeat(state: CatalogState, command: Heartbeat, now_ms: int) -> Applied:
     if segment.state not in (ALIVE, DRAINING):
         state.members.set_state(segment, recovery.standing(segment))
     judge_drain(state, segment)
+    for disk in state.members.disks.values():  # how busy a disk is does not say that it is dead
+        if disk.node == command.node and disk.incarnation == command.incarnation and disk.mounted:
+            disk.seen_ms = now_ms
+            if disk.state == SUSPECT:
+                state.members.set_state(disk, ALIVE)
+                break
     return Applied(Done(tasks=state.tasks.waiting_for(segment.index)))
 
 
@@ -96,8 +119,20 @@ def unmount(state: CatalogState, command: Unmount, now_ms: int) -> Applied:
     if segment is not None and command.returns and segment.keeps:
         state.members.set_state(segment, AWAY)
     elif segment is not None:
-        lose_segment(state, work, segment, now_ms)
+        leave(state, work, segment, now_ms)
     return work.done(Done(), now_ms)
+
+
+def leave(state: CatalogState, work: Work, segment: Segment, now_ms: int) -> None:
+    """Its node is gone. Memory is gone with it, a disk is only away."""
+    if segment.disk is None:
+        lose_segment(state, work, segment, now_ms)
+        return
+    if segment.state in (AWAY, GONE):
+        return
+    state.members.set_state(segment, AWAY)
+    segment.mounted = False
+    forget_work(state, segment, now_ms)
 
 
 def lose_segment(state: CatalogState, work: Work, segment: Segment, now_ms: int) -> None:
@@ -107,6 +142,7 @@ def lose_segment(state: CatalogState, work: Work, segment: Segment, now_ms: int)
     state.leaving.append(Leaving(segment, state.running_puts()))
     state.tasks.drains.pop(segment.segment_id, None)
     lose_target(state, segment, now_ms)
+    forget_work(state, segment, now_ms)
     work.records.append(records.encode(records.Gone(segment.segment_id)))
     state.counters["segments_lost"] += 1
 
@@ -123,7 +159,10 @@ def judge(state: CatalogState, work: Work, now_ms: int, bury: bool = True) -> No
         state.members.set_state(segment, SUSPECT)
         state.counters["suspects"] += 1
     for segment in dead:
-        lose_segment(state, work, segment, now_ms)
+        if segment.state == AWAY:
+            lose_segment(state, work, segment, now_ms)
+        else:
+            leave(state, work, segment, now_ms)
 
 
 def reclaim(state: CatalogState, work: Work, now_ms: int) -> None:

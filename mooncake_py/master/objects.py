@@ -33,7 +33,9 @@ HARD_PIN = 16
 TTL = 32  # until `ttls[slot]`
 GROUP = 64  # `groups[slot]`
 PARKED = 128  # not in the order of eviction for now
-_PLAIN = READ | HARD_PIN | PARKED  # flags without an entry in a side dictionary
+COLD = 256  # on a disk only, and in no pool (tiering.py)
+ON_DISK = 512  # one of its replicas is on a disk
+_PLAIN = READ | HARD_PIN | PARKED | ON_DISK | COLD  # flags without an entry in a side dictionary
 
 
 class Column:
@@ -57,6 +59,7 @@ class ObjectTable:
         "flags",
         "flags_column",
         "generation",
+        "generation_column",
         "groups",
         "heat",
         "heat_column",
@@ -79,12 +82,13 @@ class ObjectTable:
         self.key: list[bytes | None] = []
         self.place_column = Column("u8", capacity)
         self.place = self.place_column.one
-        self.generation = Column("u8", capacity).one
+        self.generation_column = Column("u8", capacity)
+        self.generation = self.generation_column.one
         self.length = Column("u8", capacity).one
         self.stamp = Column("u8", capacity).one  # ms of the last Locate, or of the commit
         self.tenant_column = Column("u2", capacity)
         self.tenant = self.tenant_column.one
-        self.flags_column = Column("u1", capacity)
+        self.flags_column = Column("u2", capacity)
         self.flags = self.flags_column.one
         self.heat_column = Column("u2", capacity)
         self.heat = self.heat_column.one
@@ -191,7 +195,7 @@ class ObjectTable:
         stop = min(stop, len(self.key))
         first = self.place_column.many[start:stop] >> np.uint64(PLACE_BITS) == index
         found: list[int] = (np.flatnonzero(first) + start).tolist()
-        several = self.flags_column.many[start:stop] & np.uint8(REPLICAS) != 0
+        several = self.flags_column.many[start:stop] & np.uint16(REPLICAS) != 0
         found += [
             slot
             for slot in (np.flatnonzero(several & ~first) + start).tolist()

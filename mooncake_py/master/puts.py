@@ -27,8 +27,9 @@ from mooncake_py.master.commands import (
     Refused,
 )
 from mooncake_py.master.commits import still_there
+from mooncake_py.master.evicting import evict
 from mooncake_py.master.groups import names_of
-from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
+from mooncake_py.master.objects import COLD, PLACE_BITS, PLACE_MASK
 from mooncake_py.master.placement import Placer, handicaps
 from mooncake_py.master.quotas import Allowance
 from mooncake_py.master.state import CatalogState
@@ -165,7 +166,8 @@ class _PutStart:
         if key in self.tenant.complete:
             slot = state.find_live(self.work, self.tenant, key, self.now_ms)
             if slot is not None and not self.command.upsert:
-                self.tenant.pool.renew(slot, self.now_ms)
+                if not state.table.flags[slot] & COLD:
+                    self.tenant.pool.renew(slot, self.now_ms)
                 return True
         grant = self.tenant.writing.get(key)
         if grant is None:
@@ -216,7 +218,7 @@ class _PutStart:
         """Evict until so many units are free; the units that became free."""
         before = self.work.drop_count
         most = min(count_max, self.evictions_left)
-        freed = self.state.evict(self.work, units, self.now_ms, most) if most > 0 else 0
+        freed = evict(self.state, self.work, units, self.now_ms, most) if most > 0 else 0
         self.evictions_left -= self.work.drop_count - before
         return freed
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from mooncake_py.errors import UsageError
 from mooncake_py.master import records
 from mooncake_py.master.commands import Applied, Done, Refused, SetQuota, TenantInfo
+from mooncake_py.master.evicting import evict
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.tenant import EVICT_OWN, POLICIES, REJECT, Quota, Tenant
 from mooncake_py.master.work import Work
@@ -54,7 +55,7 @@ def trim_tenants(state: CatalogState, work: Work, now_ms: int, count_max: int) -
         while tenant.over_quota:
             if not count_max:
                 return True
-            if not state.evict(work, 1, now_ms, 1, tenant):
+            if not evict(state, work, 1, now_ms, 1, tenant):
                 break
             count_max -= 1
     return False
@@ -92,7 +93,7 @@ class Allowance:
         while quota.policy in (REJECT, EVICT_OWN) and self._beyond(quota, units):
             if quota.policy == REJECT or not self._possible(quota, units):
                 return False
-            if not self._evictions or not self._state.evict(work, 1, now_ms, 1, tenant):
+            if not self._evictions or not evict(self._state, work, 1, now_ms, 1, tenant):
                 return False
             self._evictions -= 1
         self._units += units

@@ -94,7 +94,7 @@ def _readable(state: CatalogState, tenant: Tenant, now_ms: int) -> Callable[[byt
             return False
         if table.flags[slot] & TTL and table.ttls[slot] <= now_ms:
             return False
-        return bool(state.readable_places(slot, now_ms))
+        return bool(_readable_places(state, slot, now_ms))
 
     return readable
 
@@ -196,7 +196,8 @@ def _count_located(
         with suppress(ValueError):  # one that cannot be hotter
             for slot in slots:
                 heat[slot] += 1
-    tenant.pool.touch(reversed(slots), now_ms)  # so that the tail of a prefix goes before its head
+    slots.reverse()  # so that the tail of a prefix goes before its head
+    state.touch(tenant, slots, now_ms)
 
 
 def _rows_of(
@@ -213,7 +214,29 @@ def _rows_of(
             length,
             table.replica_generation(slot, place),
         )
-        for place in state.readable_places(slot, now_ms)
+        for place in _readable_places(state, slot, now_ms)
+    ]
+
+
+def _readable_places(state: CatalogState, slot: int, now_ms: int) -> list[int]:
+    """Places that a reader may be sent to; none unless the whole group can be read."""
+    if state.table.flags[slot] & GROUP:
+        name = state.table.groups[slot]
+        if not state.groups.whole(name) or not all(
+            _own_places(state, mate, now_ms) for mate in state.groups.mates(name)
+        ):
+            return []
+    return _own_places(state, slot, now_ms)
+
+
+def _own_places(state: CatalogState, slot: int, now_ms: int) -> list[int]:
+    impaired, doubts = state.members.impaired, state.doubts
+    generation = state.table.generation[slot]
+    return [
+        place
+        for place in state.table.places(slot)
+        if place >> PLACE_BITS not in impaired
+        and doubts.get((generation, place >> PLACE_BITS), 0) <= now_ms
     ]
 
 

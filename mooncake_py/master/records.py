@@ -58,7 +58,7 @@ _COMMITS = struct.Struct("<QII")
 _DROPS = struct.Struct("<QQI")
 _QUOTA = struct.Struct("<QQB")
 _NO_POLICY = 255
-_SEGMENT_TAIL = struct.Struct("<QB")  # recorded below, keeps; absent in older logs
+_SEGMENT_TAIL = struct.Struct("<QBQ")  # recorded below, keeps, disk id; absent in older logs
 _BURIED = struct.Struct("<QBHI")
 
 HARD_PIN = 1  # of the flags of GRANTS; the upper seven bits: how many replicas were asked for
@@ -86,6 +86,7 @@ class SegmentFields:
     host_id: str
     recorded_below: int = 0  # what it holds with a generation below is in the log
     keeps: bool = False  # its memory outlives its process
+    disk_id: int = 0  # not 0: a disk with this identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,11 @@ def _segment_body(record: SegmentFields) -> bytes:
         record.nbytes,
         *(len(text) for text in texts),
     )
-    return head + b"".join(texts) + _SEGMENT_TAIL.pack(record.recorded_below, record.keeps)
+    return (
+        head
+        + b"".join(texts)
+        + _SEGMENT_TAIL.pack(record.recorded_below, record.keeps, record.disk_id)
+    )
 
 
 def _buried_body(record: Buried) -> bytes:
@@ -387,9 +392,10 @@ def _read_segment(body: memoryview) -> SegmentFields:
     columns = _Columns(body, _SEGMENT.size)
     node, address, host_id = (columns.take(length).decode() for length in lengths)
     tail = columns.rest()
-    recorded_below, keeps = _SEGMENT_TAIL.unpack(tail) if tail else (0, 0)
+    # Older logs have none, or one without a disk.
+    below, keeps, disk_id = _SEGMENT_TAIL.unpack(tail.ljust(_SEGMENT_TAIL.size, b"\0"))
     return SegmentFields(
-        segment_id, node, incarnation, address, region, nbytes, host_id, recorded_below, bool(keeps)
+        segment_id, node, incarnation, address, region, nbytes, host_id, below, bool(keeps), disk_id
     )
 
 

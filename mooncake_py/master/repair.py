@@ -53,7 +53,8 @@ def repair_step(state: CatalogState, work: Work, now_ms: int) -> None:
 def _replicas(state: CatalogState, slot: int) -> int:
     """Replicas that are there, on nodes that are not gone."""
     places = state.table.places(slot)
-    return sum(state.members.at(place >> PLACE_BITS).state != GONE for place in places)
+    segments = [state.members.at(place >> PLACE_BITS) for place in places]
+    return sum(each.state != GONE and each.disk is None for each in segments)
 
 
 def _room_units(state: CatalogState) -> int:

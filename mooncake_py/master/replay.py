@@ -130,7 +130,8 @@ class _Log:
         if attempt is not None:
             if extent not in attempt.extents:
                 attempt.extents.append(extent)
-            attempt.copied[extent] = own
+            if own != generation:
+                attempt.copied[extent] = own
 
     def _drop(self, record: records.Drops) -> None:
         for generation in record.generations:
@@ -209,10 +210,11 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
     for fields in log.segments.values():
         command = Mount(
             fields.node, fields.incarnation, fields.address, fields.region, fields.nbytes,
-            fields.host_id, fields.segment_id,
+            fields.host_id, fields.segment_id, disk_id=fields.disk_id,
         )  # fmt: skip
         segment = members.add(command, fields.segment_id, now_ms)
-        segment.mounted = segment.recorded = segment.compared = False
+        segment.mounted = False
+        segment.recorded = segment.compared = bool(fields.disk_id)
         segment.recorded_below, segment.keeps = fields.recorded_below, fields.keeps
         segment.new_ms = 0
         members.set_state(segment, RETURNING)
@@ -226,7 +228,7 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
     for attempt in writing:
         _add_grant(state, attempt, _places(members, attempt, granted), report)
     for tenant in state.tenants:
-        tenant.pool.touch(tenant.complete.values(), now_ms)
+        state.touch(tenant, list(tenant.complete.values()), now_ms)
     find_short(state)
     youngest = max(
         (max((each.generation, *each.copied.values())) for each in (*complete, *writing)), default=0
@@ -341,10 +343,12 @@ def _put_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> 
     )
     units = extent_units(attempt.length)
     for place in places:
-        state.members.at(place >> PLACE_BITS).used_units += units
-    tenant.used_bytes += units * UNIT_BYTES * len(places)
+        segment = state.members.at(place >> PLACE_BITS)
+        segment.used_units += segment.charge(units)
+    units *= state.members.in_memory(places)
+    tenant.used_bytes += units * UNIT_BYTES
     if fields.hard_pin:
-        state.pin(tenant, units * len(places))
+        state.pin(tenant, units)
     return put
 
 

@@ -25,11 +25,12 @@ from mooncake_py._native.pulls import grant_mac, row_macs
 from mooncake_py.errors import InternalError, MooncakeError, VersionMismatch, error_of
 from mooncake_py.master import commands as c
 from mooncake_py.master.catalog import Catalog
+from mooncake_py.master.disk_commands import DiskTasks, DiskWork
 from mooncake_py.master.membership import ALIVE, DRAINING
 from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.unsealer import Order
 from mooncake_py.model import EXTENT_ROW, PROTOCOL_MAJOR, PROTOCOL_MINOR, RELEASE
-from mooncake_py.wire import convert, lane
+from mooncake_py.wire import convert, disks, lane
 from mooncake_py.wire.lane import Method
 from mooncake_py.wire.status import refusal
 
@@ -203,6 +204,9 @@ class Service:
                 return convert.done(method, term)
             case c.Inventoried():
                 return convert.inventoried(reply, term)
+            case DiskTasks():
+                segment_id = command.segment_id if isinstance(command, DiskWork) else 0
+                return disks.reply(reply, term, self._to_unseal(segment_id))
             case c.EventPage():
                 return convert.events(reply, term)
         raise InternalError(f"{method.name}: the catalog answered {type(reply).__name__}")

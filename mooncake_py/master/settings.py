@@ -27,6 +27,9 @@ class CatalogSettings:
     doubt_ms: int = 2_000  # a reported placement is not given out for this long
     evict_high_ratio: float = 0.95  # eviction starts
     evict_low_ratio: float = 0.90  # eviction stops
+    offload_ahead_ratio: float = 0.10  # of memory: objects kept ready on disks before they must go
+    offload_ms: int = 30_000  # a disk that has not reported a copy by then has not made it
+    disk_away_ms: int = 86_400_000  # a disk without its node is remembered for this long
     eviction: str = "lru"  # or "s3fifo" or "cost" (eviction.py, s3fifo.py, worth.py)
     spare_ms: int = 500  # for so long a new object is not evicted while all older ones are leased
     soft_pin_max_ms: int = 3_600_000  # longest soft pin; longer wishes are cut to it
@@ -69,6 +72,13 @@ class CatalogSettings:
             ),
             (self.stripe_min_bytes >= 1 << 10, "1024", "stripe_min_bytes"),
             (self.slow_start_ms >= 0, "0", "slow_start_ms"),
+            (
+                0 <= self.offload_ahead_ratio <= self.evict_low_ratio,
+                "offload_ahead_ratio",
+                "evict_low_ratio",
+            ),
+            (self.dead_ms <= self.disk_away_ms, "dead_ms", "disk_away_ms"),
+            (self.offload_ms >= self.tick_ms, "tick_ms", "offload_ms"),
             (self.step_max >= 1, "1", "step_max"),
             (1 <= self.replica_max <= 127, "1", "replica_max (at most 127)"),
             (self.repair_bytes_per_s >= 1 << 20, "1048576", "repair_bytes_per_s"),

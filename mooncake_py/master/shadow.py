@@ -112,7 +112,7 @@ class Shadow:
                 fresh.setdefault(table.tenant[slot], []).append(slot)
         self._new.clear()
         for number, slots in fresh.items():
-            tenants.at(number).pool.touch(slots, self._now_ms)
+            self.state.touch(tenants.at(number), slots, self._now_ms)
         for pool in self._pinned:
             pool.victim(self._now_ms)  # lets soft pins end
         self._pinned.clear()
@@ -222,10 +222,12 @@ class Shadow:
     def _account(self, put: Put, places: tuple[int, ...], length: int) -> None:
         state, units = self.state, extent_units(length)
         for place in places:
-            state.members.at(place >> PLACE_BITS).used_units += units
-        put.tenant.used_bytes += units * UNIT_BYTES * len(places)
+            segment = state.members.at(place >> PLACE_BITS)
+            segment.used_units += segment.charge(units)
+        units *= state.members.in_memory(places)
+        put.tenant.used_bytes += units * UNIT_BYTES
         if put.hard_pin:
-            state.pin(put.tenant, units * len(places))
+            state.pin(put.tenant, units)
 
     def _grant(self, put: Put, index: int) -> None:
         key = put.keys[index]
@@ -321,9 +323,10 @@ class Shadow:
             return
         place = segment.index << PLACE_BITS | start
         if place in self.state.table.places(slot):
-            self.state.table.name_copy(slot, place, own)
+            if own != generation:
+                self.state.table.name_copy(slot, place, own)
             return
-        segment.used_units += extent_units(self.state.table.length[slot])
+        segment.used_units += segment.charge(extent_units(self.state.table.length[slot]))
         self.state.add_replica(slot, place, own)
         self._youngest = max(self._youngest, own)
 
@@ -335,17 +338,19 @@ class Shadow:
         if segment is None:
             mount = Mount(
                 fields.node, fields.incarnation, fields.address, fields.region, fields.nbytes,
-                fields.host_id, fields.segment_id,
+                fields.host_id, fields.segment_id, disk_id=fields.disk_id,
             )  # fmt: skip
             segment = members.add(mount, fields.segment_id, self._now_ms)
             segment.allocator = _Unplaced(segment.allocator.units)
-            segment.mounted = segment.recorded = segment.compared = False
+            segment.mounted = False
+            segment.recorded = segment.compared = bool(fields.disk_id)
             segment.new_ms = 0
             members.set_state(segment, RETURNING)
         segment.address, segment.host_id = fields.address, fields.host_id
         segment.region = fields.region
         segment.node, segment.incarnation = fields.node, fields.incarnation
         segment.recorded_below, segment.keeps = fields.recorded_below, fields.keeps
+        segment.nbytes = fields.nbytes  # of a disk it may be another now
 
     def _forget(self, segment_id: int) -> None:
         state = self.state

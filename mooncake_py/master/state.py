@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from mooncake_py.master import records
+from mooncake_py.master.disks import DiskLists
 from mooncake_py.master.events import EventLog
 from mooncake_py.master.eviction import EvictionOrder, Links, Lru, Pool
 from mooncake_py.master.groups import Groups
@@ -21,12 +22,16 @@ from mooncake_py.master.lease import RestingExtents
 from mooncake_py.master.lifecycle import TABLE, Event, Promise, State, Unseal, end
 from mooncake_py.master.membership import ALIVE, AWAY, GONE, Leaving, Membership
 from mooncake_py.master.objects import (
+    COLD,
     GROUP,
     HARD_PIN,
+    ON_DISK,
+    PARKED,
     PLACE_BITS,
     PLACE_MASK,
     READ,
     REPLICAS,
+    SOFT_PIN,
     TTL,
     ObjectTable,
 )
@@ -74,7 +79,8 @@ class CatalogState:
             settings.tenants_max,
             lambda: policy(self.table, links, settings.lease_ms, settings.spare_ms),
         )
-        self.members = Membership(settings)
+        self.disks = DiskLists(self.table, settings.objects_max)
+        self.members = Membership(settings, self.disks)
         self.order = EvictionOrder(self.table)
         self.resting = RestingExtents()
         self.counters: defaultdict[str, int] = defaultdict(int, dict.fromkeys(_COUNTERS, 0))
@@ -98,8 +104,8 @@ class CatalogState:
         self.ttls = TtlWatch(self.table)
         self.housekeeping_ms = 0
         self.patterns: dict[bytes, Pattern] = {}  # of removals in progress
-        self._aside: dict[int, int] = {}  # slots whose end frees nothing useful, with generation
-        self._aside_version = 0  # of the membership then
+        self.aside: dict[int, int] = {}  # slots whose end frees nothing useful, with generation
+        self.aside_version = 0  # of the membership then
         self.evicting = False  # between the watermarks, on the way down
 
     # --- grants ---------------------------------------------------------------------------------
@@ -222,10 +228,11 @@ class CatalogState:
         sealed: list[Extent] = []
         for place in places:
             segment = self.members.at(place >> PLACE_BITS)
-            if transition.unseal is not Unseal.NO and segment.state != GONE:
+            ends = transition.unseal is not Unseal.NO or segment.disk is not None
+            if ends and segment.state != GONE and not (segment.disk and segment.state == AWAY):
                 own = table.replica_generation(slot, place)
                 sealed.append((segment.segment_id, place & PLACE_MASK, length, own))
-            if segment.state == ALIVE:
+            if segment.state == ALIVE and segment.disk is None:
                 freed += units
         if transition.unseal is Unseal.WITH_PROMISE and until > now_ms:
             self.late_unseals.add(until, sealed)
@@ -254,14 +261,20 @@ class CatalogState:
         for place in places:
             self.release(place, units, until_ms, now_ms)
         tenant = self.tenants.at(table.tenant[slot])
-        tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * len(places)
+        count = self.members.in_memory(places)
+        tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * count
         key = table.key[slot]
         assert key is not None
         if tenant.complete.get(key) == slot:
             del tenant.complete[key]
         if table.flags[slot] & HARD_PIN:
-            self.pin(tenant, -units * len(places))
-        tenant.pool.remove(slot)
+            self.pin(tenant, -units * count)
+        if table.flags[slot] & ON_DISK:
+            self.disks.leave(slot)
+        if table.flags[slot] & COLD:
+            self.disks.warm(slot)
+        else:
+            tenant.pool.remove(slot)
         group = table.groups[slot] if table.flags[slot] & GROUP else 0
         table.drop(slot)
         if group:
@@ -314,68 +327,27 @@ class CatalogState:
             return None
         return slot
 
-    def evict(
-        self,
-        work: Work,
-        units: int,
-        now_ms: int,
-        count_max: int = 1 << 62,
-        tenant: Tenant | None = None,
-    ) -> int:
-        """Evict until `units` are free again or nothing may go; the units that became free. Only
-        objects of `tenant`, if it is given; else those of borrowers over their quota first."""
-        freed = 0
-        if self._aside and self._aside_version != self.members.version:
-            self._bring_back()
-        while freed < units and count_max > 0:
-            slot = self._victim(now_ms) if tenant is None else tenant.pool.victim(now_ms)
-            if slot < 0:
-                break
-            owner = self.tenants.at(self.table.tenant[slot])
-            if not self._helps(slot):
-                owner.pool.set_aside(slot, now_ms + _SET_ASIDE_MS)
-                self._aside[slot] = self.table.generation[slot]
-                self._aside_version = self.members.version
-                continue
-            if self.table.flags[slot] & GROUP and (until := self.leased_until(slot)) > now_ms:
-                owner.pool.set_aside(slot, until)
-                continue
-            owner.counters["evictions"] += 1
-            freed += self.end_object(work, slot, Event.EVICT, now_ms)
-            count_max -= 1
-        return freed
-
-    def _bring_back(self) -> None:
-        """Nodes have come or gone: what did not help may help now."""
-        table = self.table
-        for slot, generation in self._aside.items():
-            if table.generation[slot] == generation and table.key[slot] is not None:
-                self.tenants.at(table.tenant[slot]).pool.bring_back(slot)
-        self._aside.clear()
-
-    def _victim(self, now_ms: int) -> int:
-        for tenant in self.tenants.borrowers:
-            if tenant.over_quota:
-                slot = tenant.pool.victim(now_ms)
-                if slot >= 0:
-                    return slot
-        return self.order.victim(now_ms)
-
     def enter(self, tenant: Tenant, key: bytes, slot: int, now_ms: int) -> None:
         """The object is visible, and evictable unless it is protected."""
         tenant.complete[key] = slot
-        tenant.pool.add(slot, now_ms)
-        if not tenant.pool.listed:
-            self.order.enlist(tenant.pool)
+        if self.members.disks and self._settle_on_disk(slot):
+            self.table.stamp[slot] = now_ms
+            return
+        self._add_to_pool(tenant, slot, now_ms)
 
-    def _helps(self, slot: int) -> bool:
-        """Would its end free space that may be given out? (Not on a suspect or leaving node.)"""
-        members = self.members
-        if not members.impaired and len(members.placeable) == len(members.by_id):
-            return True
-        return any(
-            members.at(place >> PLACE_BITS).state == ALIVE for place in self.table.places(slot)
-        )
+    def touch(self, tenant: Tenant, slots: Sequence[int], now_ms: int) -> None:
+        """These were located, or count as if they were."""
+        if self.disks.cold_count:
+            table = self.table
+            cold = [slot for slot in slots if table.flags[slot] & COLD]
+            for slot in cold:
+                table.stamp[slot] = now_ms
+                table.flags[slot] |= READ
+                for disk in self.members.disks_at(self.table.places(slot)):
+                    self.disks.used(slot, disk)
+            if cold:
+                slots = [slot for slot in slots if not table.flags[slot] & COLD]
+        tenant.pool.touch(slots, now_ms)
 
     def end_ttls(self, work: Work, now_ms: int, count_max: int) -> bool:
         """End no more than so many objects whose time is over; are there others?"""
@@ -391,7 +363,7 @@ class CatalogState:
         """The object may have fewer replicas than it wants: `repair.py` looks after it."""
         table = self.table
         wanted = table.wanted.get(slot, 1) if table.flags[slot] & REPLICAS else 1
-        if wanted > 1 and len(table.places(slot)) < wanted:
+        if wanted > 1 and self.members.in_memory(table.places(slot)) < wanted:
             entry = (-table.heat[slot], -table.stamp[slot], slot, table.generation[slot])
             heapq.heappush(self.tasks.short, entry)
 
@@ -418,6 +390,9 @@ class CatalogState:
             if place not in kept and segment.state != GONE:
                 rests = until if until > now_ms else 0
                 work.lose(table.generation[slot], segment.segment_id, rests)
+                if segment.disk and segment.state != AWAY:
+                    generation, length = table.generation[slot], table.length[slot]
+                    work.unseal(segment.segment_id, place & PLACE_MASK, length, generation)
         self.drop_replicas(slot, kept, until, now_ms)
         self.note_short(slot)
 
@@ -429,47 +404,58 @@ class CatalogState:
         for place in lost:
             self.release(place, units, until_ms, now_ms)
         tenant = self.tenants.at(table.tenant[slot])
-        tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * len(lost)
+        count = self.members.in_memory(lost)
+        tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * count
         if table.flags[slot] & HARD_PIN:
-            self.pin(tenant, -units * len(lost))
+            self.pin(tenant, -units * count)
+        if count < len(lost):
+            self.disks.leave(slot)
         table.keep_places(slot, kept)
+        if table.flags[slot] & (ON_DISK | COLD) == ON_DISK and not self.members.in_memory(kept):
+            tenant.pool.remove(slot)
+            table.flags[slot] &= ~(PARKED | SOFT_PIN)
+            table.soft_pins.pop(slot, None)
+            self.disks.chill(slot)
 
     def add_replica(self, slot: int, place: int, generation: int) -> None:
-        """The object has one more replica, whose extent is counted as used already."""
+        """The object has one more replica, whose extent is counted as used already. One on a disk
+        has the object's own generation."""
         table = self.table
+        disk = self.members.at(place >> PLACE_BITS).disk
+        if disk is not None:
+            table.keep_places(slot, (*table.places(slot), place))
+            self.disks.join(slot, disk)
+            return
         units = extent_units(table.length[slot])
         tenant = self.tenants.at(table.tenant[slot])
         tenant.used_bytes += units * EXTENT_ALIGN_BYTES
         if table.flags[slot] & HARD_PIN:
             self.pin(tenant, units)
         table.add_place(slot, place, generation)
+        if table.flags[slot] & COLD:
+            self.disks.warm(slot)
+            self._add_to_pool(tenant, slot, table.stamp[slot])
 
-    def readable_places(self, slot: int, now_ms: int) -> list[int]:
-        """Places that a reader may be sent to; none unless the whole group can be read."""
-        if self.table.flags[slot] & GROUP:
-            name = self.table.groups[slot]
-            if not self.groups.whole(name) or not all(
-                self._own_places(mate, now_ms) for mate in self.groups.mates(name)
-            ):
-                return []
-        return self._own_places(slot, now_ms)
+    def _add_to_pool(self, tenant: Tenant, slot: int, now_ms: int) -> None:
+        tenant.pool.add(slot, now_ms)
+        if not tenant.pool.listed:
+            self.order.enlist(tenant.pool)
 
-    def _own_places(self, slot: int, now_ms: int) -> list[int]:
-        impaired, doubts = self.members.impaired, self.doubts
-        generation = self.table.generation[slot]
-        return [
-            place
-            for place in self.table.places(slot)
-            if place >> PLACE_BITS not in impaired
-            and doubts.get((generation, place >> PLACE_BITS), 0) <= now_ms
-        ]
+    def _settle_on_disk(self, slot: int) -> bool:
+        """A restored object takes its place in the order of its disk. Has it no other replica?"""
+        for disk in self.members.disks_at(self.table.places(slot)):
+            self.disks.join(slot, disk)
+        cold = not self.members.in_memory(self.table.places(slot))
+        if cold:
+            self.disks.chill(slot)
+        return cold
 
     # --- extents --------------------------------------------------------------------------------
 
     def release(self, place: int, units: int, until_ms: int, now_ms: int) -> None:
         """An extent has no owner any more; it is free once the promise has run out."""
         segment = self.members.at(place >> PLACE_BITS)
-        segment.used_units -= units
+        segment.used_units -= segment.charge(units)
         start = place & PLACE_MASK
         if until_ms > now_ms:
             segment.resting_units += units

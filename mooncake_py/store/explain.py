@@ -96,6 +96,8 @@ def explain(
 
 
 def _way(directory: SegmentDirectory, index: int, deadline: Deadline) -> str:
+    if index in directory.disks:
+        return "disk"
     try:
         reach = directory.reach(directory.segment(index), deadline)
         return "mapped" if reach.mapping is not None else reach.peer.transport

@@ -30,8 +30,9 @@ from mooncake_py._native.reading import NOT_MAPPED, Destinations, read_mapped
 from mooncake_py.clock import Clock, Deadline
 from mooncake_py.errors import MooncakeError
 from mooncake_py.master.client import MasterClient, Placements
+from mooncake_py.store.fetch import DiskFetcher
 from mooncake_py.store.placement_cache import ROW_BYTES, PlacementCache
-from mooncake_py.store.remote import RemoteReader
+from mooncake_py.store.remote import RemoteReader, select
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.store.stripes import (
     PartRead,
@@ -49,6 +50,7 @@ PATIENCE_BYTES_PER_MS = 100_000
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _MISS = errors.ObjectNotFound.code
 _STALE = errors.LeaseExpired.code
+_BUSY = errors.Backpressure.code
 _TOO_SMALL = errors.UsageError.code
 _UNREACHED = (errors.PeerUnreachable.code, errors.TransferTimeout.code)
 
@@ -114,6 +116,7 @@ class BatchReader:
         self._tenant = tenant
         self._clock = clock
         self._remote = RemoteReader(engine, directory)
+        self._fetcher = DiskFetcher(directory, self._read_memory)
         self.cache = PlacementCache()
         self._any_striped = False  # none was met yet, so none need be looked for
 
@@ -315,6 +318,8 @@ class BatchReader:
             patience_ms = PATIENCE_MS + sum(lengths) // PATIENCE_BYTES_PER_MS
             deadline = Deadline(min(patience_ms, deadline.left_ms()), self._clock)
         statuses = self._attempt(rows, targets.place(todo, lengths), deadline)
+        if self._directory.disks:
+            self._forget_cold(call, todo, rows)
         if statuses is None:
             for i in todo if call.retried else ():
                 call.result.codes[i] = errors.OK
@@ -323,6 +328,31 @@ class BatchReader:
 
     def _attempt(self, rows: bytes, to: Destinations, deadline: Deadline) -> list[int] | None:
         """One status a row, native sign; None: all good. Never raises for what nodes do."""
+        on_disk = self._on_disk(rows)
+        if not on_disk:
+            return self._read_memory(rows, to, deadline)
+        table = np.frombuffer(rows, EXTENT)
+        statuses = [0] * len(table)
+        others = [at for at in range(len(table)) if at not in set(on_disk)]
+        if others:
+            found = self._read_memory(table[others].tobytes(), select(to, others), deadline)
+            for n, at in enumerate(others):
+                statuses[at] = found[n] if found else 0
+        self._fetcher.read(table, on_disk, to, statuses, deadline)
+        return statuses if any(statuses) else None
+
+    def _on_disk(self, rows: bytes) -> list[int]:
+        disks = self._directory.disks
+        if not disks:
+            return []
+        indices = np.frombuffer(rows, EXTENT)["segment_index"].tolist()
+        return [at for at, index in enumerate(indices) if index in disks]
+
+    def _forget_cold(self, call: _Open, todo: Sequence[int], rows: bytes) -> None:
+        """What is read from a disk may soon be in memory: ask again next time."""
+        self.cache.forget([call.names[todo[at]] for at in self._on_disk(rows)])
+
+    def _read_memory(self, rows: bytes, to: Destinations, deadline: Deadline) -> list[int] | None:
         statuses = read_mapped(self._directory.table, rows, len(rows) // ROW_BYTES, to)
         if statuses is None or NOT_MAPPED not in statuses:
             return statuses
@@ -342,6 +372,8 @@ class BatchReader:
             call.plans[i] = call.plans[i][ROW_BYTES:]
             if code in (_STALE, _TOO_SMALL) and i not in call.fresh:
                 stale.append(i)
+            elif code == _BUSY:
+                again += [i] if call.plans[i] else []
             elif code != _TOO_SMALL:
                 self._broken(call, i, table[at], code)
                 if call.plans[i]:

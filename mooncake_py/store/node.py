@@ -31,6 +31,8 @@ PROCESS = "node"
 @click.option(
     "--segment-file", metavar="PATH", help="Memory that outlives the node (tmpfs or disk)."
 )
+@click.option("--disk", metavar="PATH", help="Folder of the disk tier. [none]")
+@click.option("--disk-size", "disk_size_bytes", metavar="SIZE", help="What it may take. [10GiB]")
 @click.option("--name", metavar="NAME", help="Unique in the cluster. [host name and port]")
 @click.option("--domain", metavar="LABEL", help="Of what fails together, such as a rack.")
 @click.option(

@@ -30,6 +30,7 @@ from mooncake_py.config import NodeSettings, join_address, split_address
 from mooncake_py.errors import MooncakeError
 from mooncake_py.master.client import MasterClient
 from mooncake_py.master.commands import Drain, DrainInfo, Heartbeat, Mount, Unmount
+from mooncake_py.store.disk import DiskTier
 from mooncake_py.store.health import HealthDoor
 from mooncake_py.store.holds import HoldHandler
 from mooncake_py.store.host import host_id
@@ -123,6 +124,13 @@ class Node:
         stack.callback(self._tasks.close)
         self._teller = Teller(self._segment, self._master)
         stack.callback(self._teller.close)
+        self.disk: DiskTier | None = None
+        if settings.disk:
+            self.disk = DiskTier(
+                settings, self.name, self._engine, (self._memory, self._segment),
+                self._segment_id, self._master_time, self._clock,
+            )  # fmt: skip
+            stack.callback(self.disk.stop)
         self.health = OFF
         if settings.health_listen != OFF:
             door = HealthDoor(self._health_address(), self.healthy)
@@ -165,6 +173,10 @@ class Node:
     def _connect(self) -> MasterClient:
         return MasterClient(self._settings.master, role="node", clock=self._clock)
 
+    def _segment_id(self) -> int:
+        mounted = self._pulls.mounted
+        return mounted.segment_id if mounted else 0
+
     def _health_address(self) -> str:
         if self._settings.health_listen != AUTO:
             return self._settings.health_listen
@@ -184,6 +196,8 @@ class Node:
         try:
             self._master.connect(timeout_ms=self._settings.start_ms)
             self._mount_first()
+            if self.disk is not None:
+                self.disk.start(self._incarnation)
         except BaseException:
             self.stop()
             raise
@@ -206,6 +220,8 @@ class Node:
         self._closing.set()
         for thread in self._threads:
             thread.join()
+        if self.disk is not None:
+            self.disk.stop()
         mounted, self._pulls.mounted = self._pulls.mounted, None
         if mounted is not None:
             leave = Unmount(self.name, self._incarnation, mounted.segment_id, returns=stays)
@@ -361,8 +377,7 @@ class Node:
 
     def _answer(self, message: Message) -> bytes:
         if message.kind == HOLD_KIND:
-            mounted = self._pulls.mounted
-            return self._holds.serve(message, mounted.segment_id if mounted else 0).encode()
+            return self._holds.serve(message, self._segment_id()).encode()
         if message.kind == UNSEAL_KIND:
             return self._unseal(message.payload)
         cause = f"this node knows no message kind {message.kind}"
@@ -388,6 +403,9 @@ class Node:
             try:
                 message = self._pulls.serve(_RECEIVE_MS)
                 if message is None:
+                    continue
+                if self.disk is not None and self.disk.takes(message):
+                    self.disk.serve(message)  # replies by itself, later
                     continue
                 message.reply(self._answer(message))
             except errors.TransferError as error:

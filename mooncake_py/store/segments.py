@@ -33,6 +33,7 @@ from mooncake_py.transfer import Mapping, Peer, TransferEngine
 _LOOK_S = 0.5  # between two looks for nodes that are gone
 
 FAILED_MS = 5_000
+_DISK = 2
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class SegmentDirectory:
         self._open: dict[int, Reach] = {}  # by segment id
         self._index: dict[tuple[int, int], int] = {}  # (segment id, incarnation) -> index
         self._known: list[Segment] = []  # by index
+        self.disks: frozenset[int] = frozenset()  # indices of those that are disks
         self._failed_until: dict[int, int] = {}  # by index
         self.table = MappedTable([], [])
         self._closed = threading.Event()
@@ -81,6 +83,8 @@ class SegmentDirectory:
                 found = self._index.setdefault(name, len(self._known))
                 if found == len(self._known):
                     self._known.append(segment)
+                    if segment.disk_id:
+                        self.disks |= {found}
         return found
 
     def segment(self, index: int) -> Segment:
@@ -92,12 +96,15 @@ class SegmentDirectory:
             self._failed_until[index] = now_ms + FAILED_MS
 
     def distances(self, now_ms: int) -> npt.NDArray[np.int8]:
-        """By index: 0 this host, 1 elsewhere, 2 failed lately."""
+        """By index: 0 this host, 1 elsewhere, 2 a disk, 3 failed lately."""
         with self._lock:
-            far = [int(segment.host_id != self._host_id) for segment in self._known]
+            far = [
+                _DISK if segment.disk_id else int(segment.host_id != self._host_id)
+                for segment in self._known
+            ]
             for index, until in self._failed_until.items():
                 if until > now_ms:
-                    far[index] = 2
+                    far[index] = _DISK + 1
         return np.array(far, dtype=np.int8)
 
     # --- ways ---

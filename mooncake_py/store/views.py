@@ -137,6 +137,8 @@ class ViewTaker:
         for at in range(0, len(rows), ROW_BYTES):
             row = np.frombuffer(rows[at : at + ROW_BYTES], EXTENT)
             segment = self._directory.segment(int(row["segment_index"][0]))
+            if segment.disk_id:
+                continue
             reach = self._directory.reach(segment, deadline)
             if reach.mapping is not None:
                 left_ms = int(row["expires_ms"][0]) - self._clock.now_ms()

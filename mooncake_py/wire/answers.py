@@ -56,6 +56,7 @@ class Segment:
     nbytes: int
     host_id: str
     incarnation: int
+    disk_id: int = 0  # not 0: a disk; its objects are fetched into staging first
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,7 @@ def mount_request(mount: c.Mount, cluster_id: str) -> Message:
         warm=mount.warm,
         keeps=mount.keeps,
         former_term=mount.former_term,
+        disk_id=mount.disk_id,
         protocol_major=PROTOCOL_MAJOR,
         protocol_minor=PROTOCOL_MINOR,
     )
@@ -322,7 +324,7 @@ def join_status(parts: Sequence[bytes]) -> Status:
 def segment(message: pb.Segment) -> Segment:
     return Segment(
         message.segment_id, message.node, message.address, message.region, message.nbytes,
-        message.host_id, message.incarnation,
+        message.host_id, message.incarnation, message.disk_id,
     )  # fmt: skip
 
 
@@ -406,7 +408,7 @@ def status_info(reply: pb.StatusReply) -> c.StatusInfo:
     segments = [
         c.SegmentInfo(
             s.segment_id, s.node, s.incarnation, s.address, s.region, s.nbytes, s.host_id,
-            used_bytes, state, s.domain,
+            used_bytes, state, s.domain, s.disk_id,
         )
         for s, used_bytes, state in zip(
             reply.segments, reply.segment_used_bytes, reply.segment_states, strict=True

@@ -31,7 +31,7 @@ from mooncake_py.model import (
     ReplicaPolicy,
     is_reserved,
 )
-from mooncake_py.wire import names
+from mooncake_py.wire import disks, names
 from mooncake_py.wire.lane import Method
 from mooncake_py.wire.v1 import master_pb2 as pb
 
@@ -178,6 +178,7 @@ def _mount(r: pb.MountRequest, edge: Edge) -> c.Mount:
         _name("the node's name", r.node), r.incarnation, _name("the node's address", r.address),
         r.region, r.nbytes, r.host_id, r.segment_id, r.domain, r.recovers,
         bool(r.cluster_id) and r.cluster_id != edge.cluster_id, r.warm, r.keeps, r.former_term,
+        r.disk_id,
     )  # fmt: skip
 
 
@@ -240,6 +241,7 @@ _COMMANDS: dict[int, Callable[[Any, Edge], c.Command]] = {
     pb.LANE_MOUNT: _mount,
     pb.LANE_HEARTBEAT: _heartbeat,
     pb.LANE_UNMOUNT: _unmount,
+    pb.LANE_DISK_WORK: lambda request, edge: disks.command(request),
     pb.LANE_STATUS: _status,
     pb.LANE_SET_QUOTA: _set_quota,
     pb.LANE_EVENTS: _events,
@@ -273,6 +275,7 @@ def segment(info: c.SegmentInfo) -> pb.Segment:
         host_id=info.host_id,
         incarnation=info.incarnation,
         domain=info.domain,
+        disk_id=info.disk_id,
     )
 
 

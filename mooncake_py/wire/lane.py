@@ -57,6 +57,9 @@ HEARTBEAT = Method(
     pb.LANE_HEARTBEAT, "Heartbeat", pb.HeartbeatRequest, pb.HeartbeatReply, urgent=True
 )
 UNMOUNT = Method(pb.LANE_UNMOUNT, "Unmount", pb.UnmountRequest, pb.UnmountReply, urgent=True)
+DISK_WORK = Method(
+    pb.LANE_DISK_WORK, "DiskWork", pb.DiskWorkRequest, pb.DiskWorkReply, changes=True
+)
 STATUS = Method(pb.LANE_STATUS, "Status", pb.StatusRequest, pb.StatusReply, urgent=True)
 SET_QUOTA = Method(
     pb.LANE_SET_QUOTA, "SetQuota", pb.SetQuotaRequest, pb.SetQuotaReply, changes=True
@@ -70,7 +73,7 @@ INVENTORY = Method(pb.LANE_INVENTORY, "Inventory", pb.InventoryRequest, pb.Inven
 
 METHODS = (
     CONNECT, EXISTS, LOCATE, PUT_START, PUT_END, PUT_REVOKE, REMOVE, LIST, REPORT, MOUNT,
-    HEARTBEAT, UNMOUNT, STATUS, SET_QUOTA, EVENTS, TASKS, COPY,
+    HEARTBEAT, UNMOUNT, DISK_WORK, STATUS, SET_QUOTA, EVENTS, TASKS, COPY,
     DRAIN, RESERVE, INVENTORY,
 )  # fmt: skip
 BY_NUMBER = {method.number: method for method in METHODS}

@@ -20,6 +20,7 @@ from mooncake_py.wire.v1 import node_pb2
 PULL_KIND: int = node_pb2.NODE_PULL
 HOLD_KIND: int = node_pb2.NODE_HOLD
 UNSEAL_KIND: int = node_pb2.NODE_UNSEAL
+FETCH_KIND: int = node_pb2.NODE_FETCH
 
 _ROW_BYTES = 64
 _ROW_MACS = 1  # MC_PULL_ROW_MACS
@@ -154,3 +155,52 @@ def unseal_rows(payload: bytes, segment_id: int, secret: bytes) -> bytes:
     if named != segment_id or not compare_digest(mac, grant_mac(segment_id, rows, secret)):
         raise AccessRefused("the order was not signed by this node's master")
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """Bring objects from the disk into staging (`rows`: EXTENT), and let go of staged extents whose
+    generations are in `done` (u64 each)."""
+
+    segment_id: int
+    rows: bytes
+    timeout_ms: int
+    done: bytes = b""
+
+    def encode(self) -> bytes:
+        return node_pb2.FetchRequest(
+            segment_id=self.segment_id, rows=self.rows, timeout_ms=self.timeout_ms, done=self.done
+        ).SerializeToString()
+
+    @staticmethod
+    def decode(payload: bytes) -> FetchRequest:
+        """Raises UsageError for bytes that are no FetchRequest."""
+        try:
+            m = node_pb2.FetchRequest.FromString(payload)
+        except DecodeError as error:
+            raise UsageError(f"the fetch request cannot be parsed: {error}") from None
+        return FetchRequest(m.segment_id, m.rows, m.timeout_ms, m.done)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReply:
+    """`code` 0: one byte and one EXTENT row a row. Else the request as a whole was refused."""
+
+    code: int = 0
+    cause: str = ""
+    status: bytes = b""
+    rows: bytes = b""
+
+    def encode(self) -> bytes:
+        return node_pb2.FetchReply(
+            code=self.code, cause=self.cause, status=self.status, rows=self.rows
+        ).SerializeToString()
+
+    @staticmethod
+    def decode(payload: bytes) -> FetchReply:
+        """Raises UsageError for bytes that are no FetchReply."""
+        try:
+            m = node_pb2.FetchReply.FromString(payload)
+        except DecodeError as error:
+            raise UsageError(f"the fetch reply cannot be parsed: {error}") from None
+        return FetchReply(m.code, m.cause, m.status, m.rows)

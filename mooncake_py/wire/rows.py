@@ -57,3 +57,19 @@ PULL_PIECE = np.dtype(
 # Ranges [start, below) of generations; one replica of an object in a segment.
 GENERATIONS = np.dtype([("start", "<u8"), ("below", "<u8")])
 REPLICA = np.dtype([("offset", "<u8"), ("generation", "<u8")])
+
+# A copy between the memory (`segment_id`, `offset`, under `memory_generation`) and the disk of one
+# node, where the object is known by `generation`.
+DISK_TASK = np.dtype(
+    [
+        ("generation", "<u8"),
+        ("length", "<u8"),
+        ("segment_id", "<u8"),
+        ("offset", "<u8"),
+        ("memory_generation", "<u8"),
+        ("expires_ms", "<u8"),
+    ]
+)
+
+# `task`: generation of an offload, memory generation of a promotion; `code`: 0 or of errors.py.
+DISK_DONE = np.dtype([("task", "<u8"), ("code", "<u4"), ("reserved", "<u4")])

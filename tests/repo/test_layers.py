@@ -27,7 +27,7 @@ DOORS = {
     "mooncake_py._native._mooncake": ("mooncake_py/_native/",),
     "google.protobuf": ("mooncake_py/wire/",),
     "mooncake_py.wire.v1": ("mooncake_py/wire/",),
-    "sqlite3": ("mooncake_py/master/embedded.py",),
+    "sqlite3": ("mooncake_py/master/embedded.py", "mooncake_py/store/disk_"),
     "etcd3": ("mooncake_py/master/etcd.py",),
     "sglang": ("mooncake_py/hicache/",),
     "time": ("mooncake_py/clock.py",),

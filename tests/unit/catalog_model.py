@@ -3,6 +3,7 @@ replies, and (`Model`) the obvious reference: dictionaries, no space, no speed."
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mooncake_py.master.catalog import Catalog
@@ -27,8 +28,9 @@ from mooncake_py.master.commands import (
     Tasks,
     Tick,
 )
+from mooncake_py.master.disks import Disk
 from mooncake_py.master.membership import GONE, SUSPECT, Segment
-from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK
+from mooncake_py.master.objects import COLD, HARD_PIN, ON_DISK, PARKED, PLACE_BITS, PLACE_MASK
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.state import extent_units
 from mooncake_py.model import EXTENT_ROW, PLACEMENT_ROW, ReplicaPolicy
@@ -44,6 +46,7 @@ class _Books:
         self.resting: dict[int, int] = {}
         self.tenant_bytes: dict[str, int] = {}
         self.pinned_units = 0
+        self.on_disk: dict[int, set[int]] = {}
         self.generations: list[int] = []
         for segment in self.state.members:
             self.claims[segment.index] = []
@@ -57,12 +60,23 @@ class _Books:
             tenant = self.state.tenants.at(table.tenant[slot])
             assert tenant.complete[key] == slot, f"{key!r} is not indexed"
             places = table.places(slot)
-            nodes = {self.state.members.at(place >> PLACE_BITS).node for place in places}
+            homes = [self.state.members.at(place >> PLACE_BITS) for place in places]
+            nodes = {(home.node, home.disk is None) for home in homes}
             assert len(nodes) == len(places), f"{key!r} is twice on a node"
+            self._check_flags(slot, homes)
             self.generations.append(table.generation[slot])
             self.generations += [table.copied[each] for each in places if each in table.copied]
             pinned = bool(table.flags[slot] & HARD_PIN)
             self._own(tenant.name, places, table.length[slot], f"object {key!r}", pinned)
+
+    def _check_flags(self, slot: int, homes: list[Segment]) -> None:
+        flags = self.state.table.flags[slot]
+        on_disk = [home for home in homes if home.disk is not None]
+        assert bool(flags & ON_DISK) == bool(on_disk)
+        assert bool(flags & COLD) == (len(on_disk) == len(homes))
+        assert not flags & COLD or not flags & PARKED
+        for home in on_disk:
+            self.on_disk.setdefault(home.index, set()).add(slot)
 
     def add_grants(self) -> None:
         watched = {id(put) for _, _, put in self.state._expiries}
@@ -82,6 +96,15 @@ class _Books:
             self.claims[index].append((copy.target & PLACE_MASK, copy.units, "a copy"))
             self.used[index] += copy.units
 
+    def add_promotions(self) -> None:
+        for segment in self.state.members.disks.values():
+            assert segment.disk is not None
+            for each in segment.disk.promotions.values():
+                self.generations.append(each.own)
+                index = each.place >> PLACE_BITS
+                self.claims[index].append((each.place & PLACE_MASK, each.units, "a promotion"))
+                self.used[index] += each.units
+
     def add_resting(self) -> None:
         for _, segment_id, start, units in self.state.resting:
             segment = self.state.members.by_id.get(segment_id)
@@ -95,9 +118,11 @@ class _Books:
         units = extent_units(length)
         for place in places:
             self.claims[place >> PLACE_BITS].append((place & PLACE_MASK, units, what))
-            self.used[place >> PLACE_BITS] += units
-            self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + units * 64
-            self.pinned_units += units * pinned
+            segment = self.state.members.at(place >> PLACE_BITS)
+            self.used[segment.index] += segment.charge(units)
+            if segment.disk is None:
+                self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + units * 64
+                self.pinned_units += units * pinned
 
     def check(self) -> None:
         state = self.state
@@ -124,9 +149,25 @@ class _Books:
         for tenant in state.tenants:
             assert tenant.used_bytes == self.tenant_bytes.get(tenant.name, 0), "tenant's bytes"
         assert len(state.table) == sum(len(each.complete) for each in state.tenants)
+        assert state.disks.cold_count == sum(bool(table.flags[s] & COLD) for s in table.live())
+        assert state.disks.ready_units == sum(each.units for each in state.disks.ready)
         for segment in state.members:
+            if segment.disk is not None:
+                self._check_disk(segment, segment.disk)
             if segment.state != GONE:
                 self._check_segment(segment)
+
+    def _check_disk(self, segment: Segment, disk: Disk) -> None:
+        links = self.state.disks._links
+        assert links is not None
+        found, slot = [], links.next[disk.head]
+        while slot != disk.head:
+            found.append(slot)
+            slot = links.next[slot]
+        assert len(set(found)) == len(found)
+        assert set(found) == self.on_disk.get(segment.index, set()), "the disk's list"
+        assert disk.pending_units == sum(each.units for each in disk.offloads.values())
+        assert disk.promoting == {each.slot for each in disk.promotions.values()}
 
     def _check_segment(self, segment: Segment) -> None:
         assert segment.used_units == self.used[segment.index], f"used of {segment.node}"
@@ -146,6 +187,7 @@ def check_invariants(catalog: Catalog) -> None:
     books.add_objects()
     books.add_grants()
     books.add_copies()
+    books.add_promotions()
     books.add_resting()
     books.check()
 
@@ -173,12 +215,21 @@ class Driver:
         assert isinstance(reply, Mounted), reply
         return reply.segment_id
 
-    def start(self, keys: list[bytes], length: int = 4096, **options: object) -> Granted:
+    def start(
+        self,
+        keys: list[bytes],
+        length: int = 4096,
+        *,
+        upsert: bool = False,
+        groups: Sequence[int] = (),
+        **options: object,
+    ) -> Granted:
         self.random += 1
         policy = ReplicaPolicy(**options)  # type: ignore[arg-type]
         command = PutStart(
-            "t", keys, [length] * len(keys), bytes(16 * len(keys)), policy, random=self.random
-        )
+            "t", keys, [length] * len(keys), bytes(16 * len(keys)), policy, random=self.random,
+            upsert=upsert, groups=groups,
+        )  # fmt: skip
         reply = self.apply(command).reply
         assert isinstance(reply, Granted), reply
         return reply
@@ -190,7 +241,7 @@ class Driver:
 
     def put(self, keys: list[bytes], length: int = 4096, **options: object) -> list[int]:
         """Statuses of start, then end where start was granted."""
-        granted = self.start(keys, length, **options)
+        granted = self.start(keys, length, **options)  # type: ignore[arg-type]
         going = [i for i, code in enumerate(granted.status) if code == 0]
         ends = self.end([keys[i] for i in going], [granted.generations[i] for i in going])
         status = list(granted.status)
@@ -224,7 +275,7 @@ class Driver:
 
     def beat_all(self) -> None:
         for segment in list(self.catalog.state.members):
-            if segment.state != GONE:
+            if segment.state != GONE and segment.disk is None:
                 self.apply(Heartbeat(segment.node, segment.incarnation, segment.segment_id))
 
     def pass_time(self, ms: int, alive: bool = True) -> None:
@@ -247,7 +298,7 @@ class Driver:
         """Every node fetches its tasks once and reports all of them with this code."""
         found: list[CopyTask] = []
         for segment in list(self.catalog.state.members):
-            if segment.state not in (GONE, SUSPECT):
+            if segment.state not in (GONE, SUSPECT) and segment.disk is None:
                 tasks = self.fetch_tasks(segment.segment_id, [], limit).copies
                 done = [(task.generation, code) for task in tasks]
                 self.fetch_tasks(segment.segment_id, done, 0)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from catalog_disk import DiskNode
 
-from mooncake_py.errors import ChecksumMismatch
+from mooncake_py.errors import ChecksumMismatch, LeaseExpired, OutOfSpace
 from mooncake_py.master import records
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
@@ -24,13 +25,14 @@ from mooncake_py.master.commands import (
     Tick,
     Unmount,
 )
-from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, SOFT_PIN, TTL
+from mooncake_py.master.disk_commands import DiskTasks
+from mooncake_py.master.objects import COLD, HARD_PIN, PLACE_BITS, PLACE_MASK, SOFT_PIN, TTL
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.shadow import Shadow
 from mooncake_py.master.state import CatalogState
 from mooncake_py.model import ReplicaPolicy
 
-SETTINGS = CatalogSettings(objects_max=10_000, dead_ms=30_000)
+SETTINGS = CatalogSettings(objects_max=10_000, dead_ms=30_000, offload_ahead_ratio=0.4)
 SEGMENT_BYTES = 1 << 16
 
 
@@ -98,6 +100,7 @@ class Driver:
         self.log: list[bytes] = []
         self.nodes: dict[str, tuple[int, int]] = {}  # incarnation, segment id
         self.running: list[tuple[str, bytes, int]] = []
+        self.disks: dict[str, DiskNode] = {}
 
     def do(self, command: Any) -> Any:
         applied = self.catalog.apply(command, self.now_ms)
@@ -106,7 +109,8 @@ class Driver:
 
     def step(self) -> None:
         usual = [self.put, self.end, self.end, self.time, self.read]
-        rare = [self.remove, self.revoke, self.damage, self.node, self.quota]
+        usual += [self.work, self.work] if self.disks else []
+        rare = [self.remove, self.revoke, self.damage, self.node, self.quota, self.disk]
         self.random.choice(usual if self.nodes and self.random.random() < 0.9 else rare)()
 
     def keys(self) -> list[bytes]:
@@ -195,6 +199,28 @@ class Driver:
         reply = self.do(mount)
         self.nodes[name] = (incarnation, reply.segment_id)
 
+    def disk(self) -> None:
+        name = self.random.choice(list(self.nodes) or ["n0"])
+        node = self.disks.setdefault(name, DiskNode(name, len(self.disks) + 1))
+        if name in self.nodes:
+            reply = self.do(node.mount(self.nodes[name][0]))
+            node.segment_id = getattr(reply, "segment_id", 0)
+
+    def work(self) -> None:
+        node = self.random.choice(list(self.disks.values()))
+        tenants = self.catalog.state.tenants
+        cold = [
+            (tenant.name, key, self.catalog.state.table.generation[slot])
+            for tenant in tenants
+            for key, slot in tenant.complete.items()
+            if self.catalog.state.table.flags[slot] & COLD
+        ]
+        wanted = self.random.sample(cold, min(len(cold), self.random.randrange(3)))
+        code = self.random.choice([0, 0, 0, 0, OutOfSpace.code, LeaseExpired.code])
+        reply = self.do(node.ask(wanted, auditing=self.random.random() < 0.3))
+        if isinstance(reply, DiskTasks):
+            node.carry_out(reply, code)
+
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_shadow_equals_a_restored_catalog(seed: int) -> None:
@@ -222,11 +248,12 @@ def test_a_shadow_equals_a_restored_catalog(seed: int) -> None:
     driver.catalog = taken  # and it can decide
     driver.catalog.begin_term(2)
     driver.nodes.clear()
+    driver.disks.clear()
     for _ in range(100):
         driver.step()
     for segment in taken.state.members:
         free = sum(units for _, units in segment.allocator.holes())
-        gone = segment.state == "gone"
+        gone = segment.state == "gone" or segment.disk is not None
         assert gone or free + segment.used_units + segment.resting_units == segment.allocator.units
 
 

@@ -26,6 +26,7 @@ LANE_TASKS: int
 LANE_COPY: int
 LANE_DRAIN: int
 LANE_INVENTORY: int
+LANE_DISK_WORK: int
 LANE_RESERVE: int
 
 class Outcome(Message):
@@ -89,6 +90,7 @@ class Segment(Message):
     host_id: str
     incarnation: int
     domain: str
+    disk_id: int
     def __init__(
         self,
         *,
@@ -100,6 +102,7 @@ class Segment(Message):
         host_id: str | None = ...,
         incarnation: int | None = ...,
         domain: str | None = ...,
+        disk_id: int | None = ...,
     ) -> None: ...
 
 class ExistsRequest(Message):
@@ -398,6 +401,7 @@ class MountRequest(Message):
     warm: bool
     keeps: bool
     former_term: int
+    disk_id: int
     def __init__(
         self,
         *,
@@ -416,6 +420,7 @@ class MountRequest(Message):
         warm: bool | None = ...,
         keeps: bool | None = ...,
         former_term: int | None = ...,
+        disk_id: int | None = ...,
     ) -> None: ...
 
 class MountReply(Message):
@@ -606,6 +611,58 @@ class DrainReply(Message):
         failed: int | None = ...,
         left: int | None = ...,
         left_bytes: int | None = ...,
+    ) -> None: ...
+
+class DiskWorkRequest(Message):
+    node: str
+    incarnation: int
+    segment_id: int
+    usable_bytes: int
+    done: bytes
+    tenants: RepeatedScalarFieldContainer[str]
+    keys: RepeatedScalarFieldContainer[bytes]
+    wanted: bytes
+    held: bytes
+    held_after: int
+    held_last: bool
+    counters: RepeatedCompositeFieldContainer[Counter]
+    auditing: bool
+    def __init__(
+        self,
+        *,
+        node: str | None = ...,
+        incarnation: int | None = ...,
+        segment_id: int | None = ...,
+        usable_bytes: int | None = ...,
+        done: bytes | None = ...,
+        tenants: Iterable[str] | None = ...,
+        keys: Iterable[bytes] | None = ...,
+        wanted: bytes | None = ...,
+        held: bytes | None = ...,
+        held_after: int | None = ...,
+        held_last: bool | None = ...,
+        counters: Iterable[Counter] | None = ...,
+        auditing: bool | None = ...,
+    ) -> None: ...
+
+class DiskWorkReply(Message):
+    outcome: Outcome
+    offload: bytes
+    tenants: RepeatedScalarFieldContainer[str]
+    keys: RepeatedScalarFieldContainer[bytes]
+    promote: bytes
+    drop: bytes
+    more: bool
+    def __init__(
+        self,
+        *,
+        outcome: Outcome | None = ...,
+        offload: bytes | None = ...,
+        tenants: Iterable[str] | None = ...,
+        keys: Iterable[bytes] | None = ...,
+        promote: bytes | None = ...,
+        drop: bytes | None = ...,
+        more: bool | None = ...,
     ) -> None: ...
 
 class UnmountRequest(Message):

@@ -9,17 +9,27 @@ _pool.AddSerializedFile(
     b'\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\x12\x0f\n\x07releas'
     b'e\x18\x03 \x01(\x08"8\n\tHoldReply\x12\x0c\n\x04'
     b'code\x18\x01 \x01(\r\x12\r\n\x05cause\x18\x02 \x01('
-    b'\t\x12\x0e\n\x06status\x18\x03 \x01(\x0c*J\n\nNod'
-    b'eMethod\x12\r\n\tNODE_NONE\x10\x00\x12\r'
-    b'\n\tNODE_PULL\x10@\x12\r\n\tNODE_HO'
-    b'LD\x10A\x12\x0f\n\x0bNODE_UNSEAL\x10Gb\x06p'
-    b'roto3'
+    b'\t\x12\x0e\n\x06status\x18\x03 \x01(\x0c"R\n\x0cFet'
+    b'chRequest\x12\x12\n\nsegment_id\x18'
+    b'\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\x12\x12\n\nt'
+    b'imeout_ms\x18\x03 \x01(\r\x12\x0c\n\x04done\x18'
+    b'\x04 \x01(\x0c"G\n\nFetchReply\x12\x0c\n\x04c'
+    b'ode\x18\x01 \x01(\r\x12\r\n\x05cause\x18\x02 \x01(\t'
+    b'\x12\x0e\n\x06status\x18\x03 \x01(\x0c\x12\x0c\n\x04rows'
+    b'\x18\x04 \x01(\x0c*Z\n\nNodeMethod\x12\r\n\t'
+    b'NODE_NONE\x10\x00\x12\r\n\tNODE_PULL'
+    b'\x10@\x12\r\n\tNODE_HOLD\x10A\x12\x0f\n\x0bNOD'
+    b'E_UNSEAL\x10G\x12\x0e\n\nNODE_FETCH'
+    b'\x10Fb\x06proto3'
 )
 _file = _pool.FindFileByName("mooncake/v1/node.proto")
 _messages = _file.message_types_by_name
 HoldRequest = message_factory.GetMessageClass(_messages["HoldRequest"])
 HoldReply = message_factory.GetMessageClass(_messages["HoldReply"])
+FetchRequest = message_factory.GetMessageClass(_messages["FetchRequest"])
+FetchReply = message_factory.GetMessageClass(_messages["FetchReply"])
 NODE_NONE = 0
 NODE_PULL = 64
 NODE_HOLD = 65
 NODE_UNSEAL = 71
+NODE_FETCH = 70

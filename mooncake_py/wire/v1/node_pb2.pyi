@@ -10,6 +10,7 @@ NODE_NONE: int
 NODE_PULL: int
 NODE_HOLD: int
 NODE_UNSEAL: int
+NODE_FETCH: int
 
 class HoldRequest(Message):
     segment_id: int
@@ -33,4 +34,32 @@ class HoldReply(Message):
         code: int | None = ...,
         cause: str | None = ...,
         status: bytes | None = ...,
+    ) -> None: ...
+
+class FetchRequest(Message):
+    segment_id: int
+    rows: bytes
+    timeout_ms: int
+    done: bytes
+    def __init__(
+        self,
+        *,
+        segment_id: int | None = ...,
+        rows: bytes | None = ...,
+        timeout_ms: int | None = ...,
+        done: bytes | None = ...,
+    ) -> None: ...
+
+class FetchReply(Message):
+    code: int
+    cause: str
+    status: bytes
+    rows: bytes
+    def __init__(
+        self,
+        *,
+        code: int | None = ...,
+        cause: str | None = ...,
+        status: bytes | None = ...,
+        rows: bytes | None = ...,
     ) -> None: ...
