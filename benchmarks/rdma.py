@@ -66,25 +66,32 @@ class Ours:
         self._engine.close()
         self._process.communicate("")
 
-    def _act(self, verb: str, nbytes: int, count: int) -> float:
+    def _act(self, verb: str, nbytes: int, count: int, runs: int = 1) -> list[float]:
+        """Seconds of each run."""
         slices = make_slices(count)
         places = (np.arange(count, dtype=np.uint64) * np.uint64(nbytes)) % np.uint64(AREA)
         slices["op"], slices["region"], slices["length"] = OPS[verb], self._region, nbytes
         slices["remote_offset"] = places
         slices["local"] = places + np.uint64(address_of(self._memory)[0])
-        began = time.perf_counter()
         act = self._engine.read if verb == "read" else self._engine.write
-        act(self._peer, slices, timeout_ms=MS)
-        return time.perf_counter() - began
+        took = []
+        for _ in range(runs):
+            began = time.perf_counter()
+            act(self._peer, slices, timeout_ms=MS)
+            took.append(time.perf_counter() - began)
+        return took
 
     def latency_us(self, verb: str) -> float:
-        runs = [self._act(verb, LATENCY_BYTES, 1) for _ in range(LATENCY_RUNS)]
-        return statistics.median(runs) * 1e6
+        return statistics.median(self._act(verb, LATENCY_BYTES, 1, LATENCY_RUNS)) * 1e6
+
+    def empty_us(self) -> float:
+        """A call that moves nothing: what Python and the way into the engine cost."""
+        return statistics.median(self._act("read", LATENCY_BYTES, 0, LATENCY_RUNS)) * 1e6
 
     def bandwidth(self, verb: str, nbytes: int) -> float:
         """Bytes a second."""
         count = max(4, 64 * MIB // nbytes)
-        return nbytes * count / self._act(verb, nbytes, count)
+        return nbytes * count / self._act(verb, nbytes, count)[0]
 
 
 def perftest(verb: str, what: str, near: str, far_device: str, nbytes: int) -> float:
@@ -123,6 +130,7 @@ def compare(near: str, far_device: str) -> None:
     ours = Ours(near, far_device)
     print(f"{'':24}{'ours':>12}{'perftest':>12}{'ratio':>8}")
     try:
+        print(f"{'a call without slices':24}{ours.empty_us():12.1f}")
         for verb in OPS:
             mine = theirs = 0.0
             for _ in range(ROUNDS):

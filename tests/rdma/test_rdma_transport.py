@@ -19,6 +19,6 @@ class TestRdma(TransportBattery):
 
 class TestRdmaTwoRails(TransportBattery):
     name = "rdma"
-    places = ("process",)
+    places = ("thread",)
     near_rdma = NEAR_BOTH
     far_rdma = FAR_BOTH

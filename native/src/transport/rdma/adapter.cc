@@ -1,7 +1,6 @@
 #include "transport/rdma/adapter.h"
 
 #include <fcntl.h>
-#include <sched.h>
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -18,7 +17,8 @@ constexpr int kCqSize = 8192;
 constexpr uint32_t kSendDepth = 128;
 constexpr uint32_t kInlineBytes[] = {220, 64, 0};  // tried in this order
 constexpr int kRdAtomicMax = 16;
-constexpr int64_t kSpinMaxNs = 50'000;
+constexpr int64_t kSpinMaxNs = 60'000;
+constexpr uint32_t kProbeEvery = 32;  // when spinning does not pay: whether it does by now
 
 std::string read_line(const std::string& path) {
   std::ifstream file(path);
@@ -41,14 +41,11 @@ uint32_t mtu_bytes(uint32_t code) { return code >= 1 && code <= 5 ? 128U << code
 
 }  // namespace
 
-Patience::Patience() {
-  cpu_set_t cpus;
-  if (sched_getaffinity(0, sizeof cpus, &cpus) == 0) cpus_ = CPU_COUNT(&cpus);
-}
-
 int64_t Patience::spin_ns() const {
+  thread_local uint32_t calls = 0;
   const int64_t usual = usual_ns_;
-  return usual > kSpinMaxNs ? 0 : std::clamp<int64_t>(2 * usual, kSpinMaxNs / 10, kSpinMaxNs);
+  if (usual > kSpinMaxNs) return ++calls % kProbeEvery == 0 ? kSpinMaxNs : 0;
+  return std::clamp<int64_t>(2 * usual, kSpinMaxNs / 2, kSpinMaxNs);
 }
 
 void Patience::took(int64_t ns) {

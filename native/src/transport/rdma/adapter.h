@@ -51,13 +51,10 @@ class RailOwner {
 // How long polling pays: about as long as completions took lately, if that is short.
 class Patience {
  public:
-  Patience();
   int64_t spin_ns() const;  // 0: look once
-  bool may_spin() const { return cpus_ > 1; }
   void took(int64_t ns);
 
  private:
-  int cpus_ = 1;
   std::atomic<int64_t> usual_ns_{0};
 };
 

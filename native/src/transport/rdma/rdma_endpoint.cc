@@ -10,7 +10,18 @@ using namespace rdma;
 
 namespace {
 
+constexpr uint64_t kSmallBytes = 64 << 10;  // a batch whose end is worth spinning for
+constexpr int64_t kTooLongNs = 200'000;     // what a batch counts as that did not end meanwhile
 constexpr uint64_t kCancelMs = 20;  // what is posted may end by itself before its rail is destroyed
+
+bool is_small(const Batch& batch) {  // not yet submitted
+  uint64_t sum = 0;
+  for (uint64_t i = 0; i < batch.count(); ++i) {
+    if (i == 16 || batch.slice(i).length > kSmallBytes) return false;
+    sum += batch.slice(i).length;
+  }
+  return sum <= kSmallBytes;
+}
 
 }  // namespace
 
@@ -112,6 +123,7 @@ void RdmaEndpoint::send_frame(const FrameHead& head, const void* body) {
 // ---- batches -----------------------------------------------------------------------------------
 
 void RdmaEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
+  const bool spins = blocking && is_small(*batch);
   bool ended = false;
   {
     const std::lock_guard lock(work_mutex_);
@@ -125,25 +137,24 @@ void RdmaEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
   fabric_.touch(*this);
   const int64_t begun = now_ns();
   pump(Notice::kLooked);
-  look(batch, blocking, begun);
+  look(batch, spins, begun);
 }
 
 // Completions that come soon are worth waiting for here; for the others an event is asked for.
-void RdmaEndpoint::look(const std::shared_ptr<Batch>& batch, bool blocking, int64_t begun) {
+void RdmaEndpoint::look(const std::shared_ptr<Batch>& batch, bool spins, int64_t begun) {
   for (const auto& adapter : fabric_.adapters()) {
     if (adapter->outstanding() == 0) continue;
     Patience& patience = adapter->patience();
     (void)adapter->poll();
-    if (blocking && !batch->done()) {
+    if (spins && !batch->done()) {
+      // Bounded, also alone on a processor: a sleep and an event cost more than this at its longest.
       const int64_t until = begun + patience.spin_ns();
-      int rounds = patience.may_spin() ? 1'000'000 : 1;  // alone on a processor we keep others from it
-      while (!batch->done() && rounds-- > 0 && now_ns() < until) {
-        if (patience.may_spin()) relax();
-        else sched_yield();
+      while (!batch->done() && now_ns() < until) {
+        relax();
         (void)adapter->poll();
       }
     }
-    if (blocking) patience.took(batch->done() ? now_ns() - begun : 1'000'000);
+    if (spins) patience.took(batch->done() ? now_ns() - begun : kTooLongNs);
     if (adapter->outstanding() == 0) continue;
     adapter->arm();
     (void)adapter->poll();
