@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 RECONNECT_MS = 1_000  # how long a call waits for a master that is not there
 LANE_OPEN_MS = 1_000
 LANE_RETRY_MS = 5_000  # until a lane that could not be opened is tried again
+CONNECT_MS = 700  # how long one of several may take to be connected; less than `suspect_ms`
 ASK_MS = 4_000  # how long one of several masters may keep a call waiting: a lease and more
 TURN_MS = 20  # between two masters that are asked
 TURN_MAX_MS = 160  # likewise, when none knows a leader
@@ -182,6 +183,9 @@ class MasterLink:
             while True:
                 stop = self._route.current
                 left_ms = self._ask_ms(deadline)
+                brief = method is lane.CONNECT and self._route.several
+                if brief:
+                    left_ms = min(left_ms, CONNECT_MS)
                 if self._closed:
                     raise self._closing()
                 if left_ms == 0:
@@ -200,7 +204,8 @@ class MasterLink:
                         absent = self._error_of(method, error, stop)
                     if gone or late:
                         self._turn(stop)
-                    again = gone and (method.repeatable or _never_sent(error))
+                    sent_once = method.repeatable or _never_sent(error)
+                    again = (gone and sent_once) or (late and brief)
                     if not again or patience.passed():
                         raise absent from None
                 except ValueError:  # the channel was closed by another thread

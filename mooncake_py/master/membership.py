@@ -74,6 +74,7 @@ class Segment:
         "segment_id",
         "state",
         "used_units",
+        "waits",
     )
 
     def __init__(self, segment_id: int, index: int, mount: Mount, now_ms: int) -> None:
@@ -93,6 +94,7 @@ class Segment:
         units = _DISK_SPACE_UNITS if mount.disk_id else mount.nbytes // UNIT_BYTES
         self.allocator = Allocator(units)
         self.state = ALIVE
+        self.waits = False  # for the record of a mount, silent until it is written
         self.mounted = True  # with this master, not only with a former one
         self.keeps = mount.keeps
         # Of recovery.py:
@@ -290,7 +292,7 @@ class Membership:
     def _patience_ms(self, segment: Segment) -> int:
         """A node whose master was stopped, or is behind a wall, waits for that one for a while
         before it looks for this one."""
-        if segment.state == RETURNING:
+        if segment.state == RETURNING or segment.waits:
             return max(self._settings.suspect_ms, self._settings.dead_ms // 2)
         return self._settings.suspect_ms
 

@@ -57,6 +57,8 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
         segment = members.add(command, members.next_segment_id, now_ms)
         segment.recorded_below = state.next_generation  # it holds nothing yet
         state.mark(work)
+    else:
+        segment.waits = True
     expected = recovery.expects(state, work, segment, command, now_ms)
     if segment.disk is not None:
         forget_work(state, segment, now_ms)
@@ -100,6 +102,7 @@ def heartbeat(state: CatalogState, command: Heartbeat, now_ms: int) -> Applied:
         cause = f"segment {command.segment_id} of {command.node!r} is not mounted here"
         return Applied(Refused(ObjectNotFound.code, cause))
     segment.seen_ms = now_ms
+    segment.waits = False
     segment.drain_told = command.draining
     if segment.state not in (ALIVE, DRAINING):
         state.members.set_state(segment, recovery.standing(segment))

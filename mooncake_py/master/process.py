@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mooncake_py import config
 from mooncake_py.clock import Clock
@@ -26,6 +26,9 @@ from mooncake_py.master.listen import cannot_listen, listen_address
 from mooncake_py.master.reign import OFF, Claim, Reign, Setup
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.metrics import Metrics, MetricsServer
+
+if TYPE_CHECKING:  # a master with a store of its own does not load what knows etcd
+    from mooncake_py.master.etcd_store import Identity
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +72,11 @@ class Master:
         setup = self._setup
         settings = setup.settings
         shared = settings.metadata.startswith(SHARED)
+        identity: Identity | None = None
         if shared:
             from mooncake_py.master.standby import wait_for_store  # noqa: PLC0415  (see _contend)
 
-            wait_for_store(setup)
+            identity = wait_for_store(setup)
         else:
             self._reign(stack)
         door = GrpcDoor(
@@ -84,8 +88,8 @@ class Master:
         )
         stack.callback(door.stop, 0)
         self.grpc = join_address(setup.listen.host, door.port)
-        if shared:
-            self._contend(stack, door.port)
+        if identity is not None:
+            self._contend(stack, door.port, identity)
         setup.metrics.source("catalog", self._numbers)
         self.metrics = self._open_metrics(stack)
         door.serve(self.healthy)
@@ -121,10 +125,10 @@ class Master:
         self.lane = reign.lane
         self._ruler = reign
 
-    def _contend(self, stack: ExitStack, port: int) -> None:
+    def _contend(self, stack: ExitStack, port: int, identity: Identity) -> None:
         from mooncake_py.master.standby import Contender  # noqa: PLC0415  (only with etcd)
 
-        contender = Contender(self._setup, port, self._say)
+        contender = Contender(self._setup, port, identity, self._say)
         stack.callback(contender.close)
         self.metadata = contender.metadata
         self.recovered = "follows"

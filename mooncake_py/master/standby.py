@@ -34,6 +34,7 @@ from mooncake_py.master.etcd_store import (
     Entry,
     EtcdLog,
     EtcdStore,
+    Identity,
     entry_of,
 )
 from mooncake_py.master.inbox import Call
@@ -212,9 +213,10 @@ def open_store(setup: Setup) -> EtcdStore:
     return EtcdStore(settings.metadata, lease_ms=settings.leader_lease_ms, clock=setup.clock)
 
 
-def wait_for_store(setup: Setup) -> None:
-    """Until etcd answers: after a power failure masters and etcd start together. Before a port is
-    taken, so that who looks for a leader is not kept waiting by one that cannot know it.
+def wait_for_store(setup: Setup) -> Identity:
+    """The cluster's identity, once etcd answers: after a power failure masters and etcd start
+    together. Before a port is taken, so that who looks for a leader is not kept waiting by one that
+    cannot know it.
 
     Raises MasterUnavailable after `start_ms`."""
     deadline = Deadline(setup.settings.start_ms, setup.clock)
@@ -223,8 +225,7 @@ def wait_for_store(setup: Setup) -> None:
     try:
         while True:
             try:
-                store.log.identity()
-                return
+                return store.log.identity()
             except MasterUnavailable as error:
                 if deadline.passed():
                     raise
@@ -239,7 +240,9 @@ def wait_for_store(setup: Setup) -> None:
 class Contender:
     """What calls of such a process are handed to. `start` begins; `close` stops and resigns."""
 
-    def __init__(self, setup: Setup, port: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, setup: Setup, port: int, identity: Identity, say: Callable[[str], None]
+    ) -> None:
         host = setup.listen.host
         if not setup.settings.advertise and host in ("0.0.0.0", "::"):
             raise UsageError(
@@ -252,11 +255,7 @@ class Contender:
         settings = setup.settings
         self._store = open_store(setup)
         self.metadata = self._store.describe()
-        try:
-            self._identity = self._store.log.identity()
-        except MooncakeError:
-            self._store.close()
-            raise
+        self._identity = identity
         self._campaign = self._store.campaign(self._address)
         self._suspicion = Suspicion(settings.leader_lease_ms)
         self._probe = Probe(self._suspicion, setup.clock.now_ms)

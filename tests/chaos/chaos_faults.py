@@ -186,10 +186,14 @@ class Faults:
         return undo
 
     def _touched(self, pairs: list[tuple[str, str]], now: int, step: Step) -> set[str]:
-        """Nodes that somebody cannot reach are excused as long as that lasts."""
+        """Nodes that somebody cannot reach are excused as long as that lasts. If that is a leader
+        for less than its lease, all of them are silent to it."""
         first = step.victims[0]
-        if first in ("m0", "m1", "m2", LEADER) and "all" in step.victims:
-            return set()  # it is that master that is away
+        if first == LEADER and "all" in step.victims:
+            nodes = set(self.world.names("n"))
+            for node in nodes:
+                self._away(node, now, now + step.for_ms * 1_000_000 + GRACE)
+            return set()
         nodes = {host for pair in pairs for host in pair if host[0] == "n"}
         if first[0] == "n":
             nodes = {first}

@@ -103,6 +103,17 @@ def test_a26_nodes_have_time_to_find_a_new_master(driver: Driver) -> None:
     assert driver.exists([b"k"]) == [0]
 
 
+def test_a20_a_node_that_waits_for_the_record_of_its_mount_is_not_silent(driver: Driver) -> None:
+    driver.put([b"k"])
+    a = driver.a  # type: ignore[attr-defined]
+    driver.apply(Mount("a", 1, "a:1", 1, 64 * KIB, "a", a))
+    driver.pass_time(S.dead_ms // 2 - S.tick_ms, alive=False)
+    assert driver.exists([b"k"]) == [1]
+    driver.beat(("a", 1, a))
+    driver.pass_time(S.suspect_ms + S.tick_ms, alive=False)
+    assert driver.exists([b"k"]) == [0], "one that has been heard is waited for no longer"
+
+
 def test_a20_a_master_that_can_record_nothing_judges_no_node(driver: Driver) -> None:
     """It answers heartbeats with NotLeader, so nodes spend their time elsewhere."""
     driver.put([b"k"])
