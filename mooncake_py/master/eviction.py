@@ -17,9 +17,10 @@ met at most once, so protection costs its own share and hides nothing.
 oldest access first) and `soft` (soft-pinned). The victim is the older of the first two heads. It
 parks only long leases: every Locate grants at least `lease_ms`, and `read` is in order of access,
 so if its head is within that plain lease, all of `read` is; `fresh` holds no leases at all.
-While everything that was read is leased, what was stored less than `spare_ms` ago is spared: else a
-full cluster would drop what has just been written because all that is older is being read. Puts
-find no space then, and clients try again until the first lease has ended, or `spare_ms`.
+With `spare_ms` (none by default), while everything that was read is leased, what was stored less
+than so long ago is spared: a full cluster does not drop what has just been written because all that
+is older is being read. Puts find no space then, and clients try again until the first lease, or
+`spare_ms`, has ended; so it is for clusters that are large beside what is written in that time.
 
 *Chains.* The keys of one Locate or PutEnd are taken for a prefix: they enter the order from the
 last to the first, so that the tail of a chain goes before its middle, and what is left is usable.

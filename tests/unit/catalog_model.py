@@ -371,7 +371,7 @@ def picture(catalog: Catalog) -> dict[str, object]:
     }
     return {
         "objects": {what: where for what, where in objects.items() if where},
-        "grants": grants,
+        "grants": {what: where for what, where in grants.items() if where},
         "quotas": {each.name: each.quota for each in state.tenants if each.quota is not None},
         "segments": {
             (each.segment_id, each.node, each.incarnation, each.address, each.nbytes)

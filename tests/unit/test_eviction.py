@@ -312,7 +312,9 @@ def test_room_is_counted_with_headers() -> None:
 
 
 def test_a13_what_was_just_stored_is_spared_while_all_older_objects_are_being_read() -> None:
-    settings = CatalogSettings(objects_max=1 << 14, evict_high_ratio=1.0, evict_low_ratio=1.0)
+    settings = CatalogSettings(
+        objects_max=1 << 14, evict_high_ratio=1.0, evict_low_ratio=1.0, spare_ms=500
+    )
     driver = Driver(settings)
     driver.mount("a", 64 * 1024)
     old = [b"old%d" % i for i in range(10)]
