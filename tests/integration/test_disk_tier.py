@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -231,8 +232,10 @@ def test_a80_a_full_disk_drops_and_counts_and_recovers(small_disk: Path) -> None
     """Configured to take more than there is; then somebody else fills what is left."""
     where = options(small_disk / "tier", size=1 << 30)
     with Cluster(where) as cluster, StoreClient(cluster.address) as store:
-        fill(cluster, store, names())
-        assert numbers(cluster)["disk_used_bytes"] <= 12 * MIB
+        for key in names():
+            store.put(key, value(key))
+        wait_until(lambda: numbers(cluster)["disk_offloads"] > 10)
+        assert numbers(cluster)["disk_node_bytes"] <= 12 * MIB
         assert read_all(store, names())[0]
         ballast = small_disk / "ballast"
         with suppress_enospc(), open(ballast, "wb") as stream:
@@ -245,9 +248,12 @@ def test_a80_a_full_disk_drops_and_counts_and_recovers(small_disk: Path) -> None
         ballast.unlink()
         wait_until(lambda: numbers(cluster)["disk_node_usable_bytes"] > 4 * MIB)
 
+        turns = count()
+
         def offloads_again() -> bool:
             before = numbers(cluster)["disk_offloads"]
-            for key in names(100, f"again-{before}-"):
+            turn = next(turns)
+            for key in names(100, f"again-{turn}-"):
                 store.put(key, value(key))
             return numbers(cluster)["disk_offloads"] > before + 10
 
