@@ -310,6 +310,8 @@ def _promoted(
 ) -> None:
     slot = promotion.slot
     in_time = promotion.expires_ms > now_ms and _lives(state, slot, promotion.generation)
+    target = state.members.by_index[promotion.place >> PLACE_BITS]
+    in_time = in_time and target is not None and target.state != GONE
     if code != OK or not in_time or not state.table.flags[slot] & COLD:
         end_promotion(state, disk, promotion, now_ms)
         return
