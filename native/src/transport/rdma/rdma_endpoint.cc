@@ -135,26 +135,29 @@ void RdmaEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
     return batch->finish(why.status, why.reason.c_str());
   }
   fabric_.touch(*this);
-  const int64_t begun = now_ns();
   pump(Notice::kLooked);
-  look(batch, spins, begun);
+  look(batch, spins);
 }
 
 // Completions that come soon are worth waiting for here; for the others an event is asked for.
-void RdmaEndpoint::look(const std::shared_ptr<Batch>& batch, bool spins, int64_t begun) {
+void RdmaEndpoint::look(const std::shared_ptr<Batch>& batch, bool spins) {
   for (const auto& adapter : fabric_.adapters()) {
     if (adapter->outstanding() == 0) continue;
     Patience& patience = adapter->patience();
     (void)adapter->poll();
     if (spins && !batch->done()) {
       // Bounded, also alone on a processor: a sleep and an event cost more than this at its longest.
-      const int64_t until = begun + patience.spin_ns();
-      while (!batch->done() && now_ns() < until) {
+      const int64_t begun = now_ns(), until = begun + patience.spin_ns();
+      int64_t now = begun;
+      while (!batch->done() && now < until) {
         relax();
         (void)adapter->poll();
+        now = now_ns();
       }
+      patience.took(batch->done() ? now - begun : kTooLongNs);
+    } else if (spins) {
+      patience.took(0);  // the first look found it
     }
-    if (spins) patience.took(batch->done() ? now_ns() - begun : kTooLongNs);
     if (adapter->outstanding() == 0) continue;
     adapter->arm();
     (void)adapter->poll();

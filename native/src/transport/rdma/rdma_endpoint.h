@@ -80,7 +80,7 @@ class RdmaEndpoint final : public StreamEndpoint, public rdma::RailOwner {
   }
   void send_frame(const FrameHead& head, const void* body);
 
-  void look(const std::shared_ptr<Batch>& batch, bool spins, int64_t begun);
+  void look(const std::shared_ptr<Batch>& batch, bool spins);
   void drop_waiting_locked(const Batch& batch);
 
   // Work (rdma_work.cc).

@@ -122,9 +122,8 @@ void RdmaEndpoint::time_passed() {
 void RdmaEndpoint::want_rails_locked() {
   for (size_t i = 0; i < rails_.size(); ++i) {
     const Rail::State state = rails_[i].state;
-    const bool due = now_ns() >= rails_[i].retry_at_ns;
-    if (state == Rail::State::kIdle ||
-        (due && (state == Rail::State::kPaused || state == Rail::State::kDown))) {
+    const bool waits = state == Rail::State::kPaused || state == Rail::State::kDown;
+    if (state == Rail::State::kIdle || (waits && now_ns() >= rails_[i].retry_at_ns)) {
       connect_locked(i);
     }
   }
