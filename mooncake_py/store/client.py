@@ -223,8 +223,8 @@ class StoreClient:
         behind them in `into` stays as it was.
 
         into: a writable buffer or CPU tensor, or a list of them, filled one after the other.
-        A new bytes object costs fresh memory every time (a page fault a page: as much as the copy
-        when it is large). Whoever reads large objects often keeps a buffer and passes it, or looks
+        A new bytes object costs fresh memory every time; large ones come in huge pages where the
+        kernel allows it. Whoever reads large objects often keeps a buffer and passes it, or looks
         at them in place with `get_view`.
         offset, nbytes: only that part of the object (None: to its end). A part is proven to be of
         the object by its header; only whole objects are compared with their checksum.

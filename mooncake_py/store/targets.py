@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mooncake_py._native import ffi
+from mooncake_py._native import ffi, lib
 from mooncake_py._native.reading import Destinations
 from mooncake_py.store.buffers import Pieces
 
 _BYTES = ffi.typeof("char[]")
+_ADDRESS = ffi.typeof("uintptr_t")
+_LARGE_BYTES = 4 << 20  # from here on page faults cost more than the copy
 
 Range = tuple[int, int | None]  # start, bytes; None: to the end of the object
 
@@ -71,7 +73,11 @@ class NewTargets:
         for key, value in zip(keys, new, strict=True):
             self._values[key] = value
         from_buffer = ffi.from_buffer
-        return Destinations([from_buffer(_BYTES, value) for value in new], sizes, None, ranges)
+        pointers = [from_buffer(_BYTES, value) for value in new]
+        if sizes and max(sizes) >= _LARGE_BYTES:
+            for pointer, size in zip(pointers, sizes, strict=True):
+                lib.mc_memory_expect(int(ffi.cast(_ADDRESS, pointer)), size)
+        return Destinations(pointers, sizes, None, ranges)
 
     def values(self) -> list[Any]:
         """What the keys' objects are now, as bytes."""

@@ -18,6 +18,9 @@ int32_t mc_memory_open(const char *name, uint64_t nbytes, uint32_t flags, uint64
  * allocated, so that no later touch can fail for want of space (MC_E_OUT_OF_SPACE). */
 int32_t mc_memory_open_file(int32_t fd, uint64_t nbytes, uint64_t *out_address);
 void mc_memory_close(uint64_t address, uint64_t nbytes, int32_t fd);
+/* Fresh memory that is about to be filled from end to end: may it come in huge pages, so that not
+ * every 4 KiB of it cost a page fault. A hint, harmless for any memory of this process. */
+void mc_memory_expect(uint64_t address, uint64_t nbytes);
 
 /* ---- copies and checksums ------------------------------------------------------------------ */
 

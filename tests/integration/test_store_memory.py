@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
+import resource
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,3 +248,18 @@ def test_f09_reads_under_constant_eviction_are_right_or_a_miss(small: Cluster) -
             writer.remove(info.key, force=True)
     assert wrong == []
     assert min(reads) > 0
+
+
+def test_f03_a_large_get_does_not_pay_a_page_fault_a_page(store: StoreClient) -> None:
+    """Fresh memory comes in huge pages where the kernel gives them when asked."""
+    allowed = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not allowed.exists() or "[never]" in allowed.read_text():
+        pytest.skip("this kernel has no transparent huge pages")
+    value = random_bytes(7, 24 * MIB)
+    store.put("large", value)
+    assert store.get("large") == value
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    found = store.get("large")
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert found == value
+    assert faults < 24 * MIB // 4096 // 2
