@@ -148,7 +148,7 @@ def dress(
         table.flags[slot] |= REPLICAS
     if hard_pin:
         table.flags[slot] |= HARD_PIN
-    elif soft_pin:
+    elif soft_pin and state.members.in_memory(places):  # what is on disk alone has none any more
         table.flags[slot] |= SOFT_PIN
         table.soft_pins[slot] = soft_pin
         units = extent_units(table.length[slot]) * len(places)
