@@ -87,6 +87,7 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
     more = state.expire_grants(work, now_ms, step)
     more |= state.free_rested(now_ms, step)
     more |= state.end_ttls(work, now_ms, step)
+    state.members.excuse(command.excused_ms, now_ms)
     nodes.judge(state, work, now_ms, command.bury)
     nodes.reclaim(state, work, now_ms)
     copies.expire_copies(state, now_ms, step)

@@ -234,10 +234,12 @@ class Tick:
     """Time passed: expire grants, leases, TTLs and pins, judge nodes, evict down to the low
     watermark (at most `evict_max` objects a tick). Of everything else a tick does at most
     `CatalogSettings.step_max`. Sent every `CatalogSettings.tick_ms`. Without `bury` silent nodes
-    are neither suspect nor dead."""
+    are neither suspect nor dead. `excused_ms` of the silence so far was the master's own: it stood
+    still."""
 
     evict_max: int = 1000
     bury: bool = True
+    excused_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,6 +296,12 @@ class Membership:
             return max(self._settings.suspect_ms, self._settings.dead_ms // 2)
         return self._settings.suspect_ms
 
+    def excuse(self, silence_ms: int, now_ms: int) -> None:
+        """So much of everybody's silence so far proves nothing."""
+        if silence_ms:
+            for segment in self.by_id.values():
+                segment.seen_ms = min(now_ms, segment.seen_ms + silence_ms)
+
     def silent(self, now_ms: int) -> tuple[list[Segment], list[Segment]]:
         """Segments that are to become (suspect, gone) for their silence. A disk is given longer."""
         suspects, dead = [], []

@@ -109,6 +109,7 @@ class Owner:
         self._rounds = 0
         self._stopping = False
         self._round_ms = clock.now_ms()
+        self._excused_ms = 0  # that this process stood still since the last tick
         self._next_tick_ms = self._round_ms
         self._record_nbytes = 0
         self._slices: Slices | None = None
@@ -278,12 +279,14 @@ class Owner:
         if away_ms > self._limits.heartbeat_ms + self._limits.tick_ms:
             log.warning("this process stood still for %d ms; nodes may report first", away_ms)
             self._next_tick_ms = now_ms + 2 * self._limits.heartbeat_ms
+            self._excused_ms += away_ms
         if now_ms < self._next_tick_ms:
             return
         self._next_tick_ms = now_ms + self._limits.tick_ms
         free = self._writer.obstacle() is None and self._gate(PUT_END, now_ms) is None
         evict_max = None if free else 0
-        records = self._service.tick(now_ms, evict_max)
+        records = self._service.tick(now_ms, evict_max, self._excused_ms)
+        self._excused_ms = 0
         if self._service.behind:
             self._next_tick_ms = now_ms + min(BEHIND_MS, self._limits.tick_ms)
         if records:

@@ -116,11 +116,13 @@ class Service:
             evidence = f"{method.name} failed in the master: {type(error).__name__}: {error}"
             return self._refused(method, InternalError(evidence))
 
-    def tick(self, now_ms: int, evict_max: int | None = None) -> list[bytes]:
+    def tick(self, now_ms: int, evict_max: int | None = None, excused_ms: int = 0) -> list[bytes]:
         """Let time pass in the catalog; its records. evict_max 0: what a master does that can
         record nothing. It judges no node either: those that it answers NotLeader look for another
         master and may be stuck with one that is silent, and others wait for a mount's record."""
-        command = c.Tick() if evict_max is None else c.Tick(evict_max, bury=evict_max > 0)
+        command = c.Tick(excused_ms=excused_ms)
+        if evict_max is not None:
+            command = c.Tick(evict_max, bury=evict_max > 0, excused_ms=excused_ms)
         applied = self._catalog.apply(command, now_ms)
         self.behind = isinstance(applied.reply, c.Done) and applied.reply.more
         self._keep(applied.effects)

@@ -267,3 +267,18 @@ def test_a_cluster_of_new_nodes_is_used_at_once_and_evenly() -> None:
         driver.put([b"%d" % i], 1024)
     used = [each.used_units for each in driver.catalog.state.members]
     assert max(used) < 1.3 * min(used)
+
+
+def test_a22_silence_while_the_master_itself_stood_still_proves_nothing(driver: Driver) -> None:
+    driver.put([b"k"])
+    segment_id = driver.a  # type: ignore[attr-defined]
+    driver.now_ms += 2 * S.dead_ms
+    driver.apply(Tick(excused_ms=2 * S.dead_ms))
+    assert state_of(driver, segment_id) == "alive"
+    assert driver.exists([b"k"]) == [1]
+    driver.now_ms += S.suspect_ms
+    driver.apply(Tick())
+    assert state_of(driver, segment_id) == "suspect", "its own silence counts"
+    driver.now_ms += S.dead_ms
+    driver.apply(Tick(excused_ms=10))
+    assert driver.exists([b"k"]) == [0]

@@ -48,6 +48,7 @@ class PlayedService:
         self.handled: list[str] = []
         self.steps = 0  # that calls with payload b"steps ..." take together
         self.answers: dict[str, Answer] = {}
+        self.excused_ms = 0
         self.ticks: SimpleQueue[tuple[int, int | None]] = SimpleQueue()
 
     def handle(self, method: Method, payload: bytes, now_ms: int) -> Answer:
@@ -63,8 +64,9 @@ class PlayedService:
     def refuse(self, method: Method, error: MooncakeError) -> bytes:
         return f"refused {type(error).__name__} {error.cause}".encode()
 
-    def tick(self, now_ms: int, evict_max: int | None = None) -> list[bytes]:
+    def tick(self, now_ms: int, evict_max: int | None = None, excused_ms: int = 0) -> list[bytes]:
         self.ticks.put((now_ms, evict_max))
+        self.excused_ms += excused_ms
         return []
 
     def slices(self, now_ms: int) -> PlayedSlices:
@@ -302,6 +304,7 @@ def test_a20_an_owner_that_stood_still_waits_before_it_judges(stage: Stage) -> N
     said(stage.call(EXISTS))
     next_ms, _ = stage.service.ticks.get(timeout=PATIENCE_S)
     assert next_ms >= resumed_ms + 2 * LIMITS.heartbeat_ms
+    assert stage.service.excused_ms == 10_000, "and that silence is not the nodes'"
 
 
 def test_no_call_is_lost_between_many_callers(stage: Stage) -> None:
