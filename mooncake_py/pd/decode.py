@@ -69,12 +69,13 @@ class PrefillInstance:
 class _Source:
     """What one prefill rank has sent of a room. Guarded by the rank's condition."""
 
-    __slots__ = ("address", "done", "heads", "heard_ms", "masks")
+    __slots__ = ("address", "done", "heads", "heard_ms", "masks", "peer_ids")
 
     def __init__(self, address: str, heads: range, layers: int) -> None:
         self.address = address
         self.heads = heads
         self.heard_ms: int | None = None  # since it accepted the offer
+        self.peer_ids: set[int] = set()  # connections that it was heard over
         self.masks = [0] * layers  # of positions that are in place
         self.done = False
 
@@ -114,12 +115,7 @@ class Incoming:
         """End it, whatever the sender does. Once this returned the pages may be used again. After
         the end of the room this does nothing. TransferTimeout: they stay reserved."""
         self._owner._end(self, TransferCancelled(cause, room=self.room), tell=True)
-        with self._owner._changed:
-            self._owner._changed.wait_for(
-                lambda: self._released, self._owner.settings.call_ms * 4 / 1000
-            )
-            released = self._released
-        if not released:
+        if not self._owner._await_release(self):
             raise TransferTimeout("a copy into the room's pages does not end", room=self.room)
 
     def _has(self, layer: int) -> bool:
@@ -189,6 +185,7 @@ class DecodeRank(Rank):
         except BaseException as error:
             cause = error if isinstance(error, MooncakeError) else TransferCancelled(repr(error))
             self._end(incoming, cause, tell=True)
+            self._await_release(incoming)
             raise
         return incoming
 
@@ -220,6 +217,7 @@ class DecodeRank(Rank):
             left_ms = max(1, end_ms - self._clock.now_ms())
             decode_answer(peer.request(OFFER, offer, timeout_ms=left_ms), prefill_rank=rank)
             source.heard_ms = self._clock.now_ms()
+            source.peer_ids.add(peer.id)
 
     # --- the end of a room ---
 
@@ -257,6 +255,12 @@ class DecodeRank(Rank):
             payload = encode_abort(incoming.room, incoming._offer, rank, cause)
             self._tell(address, ABORT, payload, self.settings.pulse_ms)
 
+    def _await_release(self, incoming: Incoming) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: incoming._released, self.settings.call_ms * 4 / 1000
+            )
+
     def _end_all(self) -> None:
         with self._changed:
             rooms = list(self._rooms.values())
@@ -284,6 +288,7 @@ class DecodeRank(Rank):
             end = part.first + part.count
             if part.layer >= len(source.masks) or end > incoming.pages.size:
                 raise UsageError("no such part of the room", room=part.room, layer=part.layer)
+            source.peer_ids.add(message.peer_id)
             source.masks[part.layer] |= ((1 << part.count) - 1) << part.first
             source.heard_ms = self._clock.now_ms()
             self._changed.notify_all()
@@ -327,14 +332,16 @@ class DecodeRank(Rank):
             if source.heard_ms is not None
         )
 
-    def _heard(self, sign: Sign, now_ms: int) -> None:
+    def _heard(self, sign: Sign, now_ms: int, peer_id: int) -> None:
         room, offer, rank = sign
         incoming = self._rooms.get(room)
         if incoming is not None and incoming._offer == offer and rank in incoming._sources:
             incoming._sources[rank].heard_ms = now_ms
+            incoming._sources[rank].peer_ids.add(peer_id)
 
     def _judge(self, now_ms: int, late_ms: int) -> None:
         dead: list[tuple[Incoming, PeerUnreachable]] = []
+        silent: set[int] = set()
         with self._changed:
             for incoming in self._rooms.values():
                 for rank, source in incoming._sources.items():
@@ -344,7 +351,10 @@ class DecodeRank(Rank):
                     error = self._silence(now_ms - source.heard_ms, incoming.room)
                     if error is not None:
                         error.context |= {"prefill_rank": rank, "address": source.address}
+                        silent |= source.peer_ids
                         dead.append((incoming, error))
                         break
+        for peer_id in silent:
+            self._cut(peer_id)  # or closing the regions would wait for its answer
         for incoming, error in dead:
             self._end(incoming, error, tell=True)

@@ -437,7 +437,7 @@ class PrefillRank(Rank):
             for _, offered in self._all_offers()
         )
 
-    def _heard(self, sign: Sign, now_ms: int) -> None:
+    def _heard(self, sign: Sign, now_ms: int, peer_id: int) -> None:
         room, offer, rank = sign
         outgoing = self._rooms.get(room)
         offers = outgoing._offers if outgoing else self._orphans.get(room, {})

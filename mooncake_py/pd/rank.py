@@ -18,7 +18,7 @@ from mooncake_py.errors import MooncakeError, PeerUnreachable, UsageError, Versi
 from mooncake_py.pd.layout import KvPool
 from mooncake_py.pd.protocol import PULSE, ROOM_MAX, decode_pulse, encode_answer, encode_pulse
 from mooncake_py.pd.settings import HandOverSettings
-from mooncake_py.transfer import EngineOptions, Message, TransferEngine
+from mooncake_py.transfer import EngineOptions, Message, Peer, TransferEngine
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,8 @@ class Rank(ABC):
         """Whom to tell about which rooms. Holds the condition."""
 
     @abstractmethod
-    def _heard(self, sign: Sign, now_ms: int) -> None:
-        """The other side has this room too. Holds the condition."""
+    def _heard(self, sign: Sign, now_ms: int, peer_id: int) -> None:
+        """The other side, by this connection, has this room too. Holds the condition."""
 
     @abstractmethod
     def _judge(self, now_ms: int, late_ms: int) -> None:
@@ -111,7 +111,7 @@ class Rank(ABC):
         now_ms = self._clock.now_ms()
         with self._changed:
             for sign in signs:
-                self._heard(sign, now_ms)
+                self._heard(sign, now_ms, message.peer_id)
 
     # --- the pulse ---
 
@@ -137,6 +137,10 @@ class Rank(ABC):
                     self._tell(address, PULSE, encode_pulse(rooms), self.settings.pulse_ms)
             except Exception:
                 log.exception("the pulse of a hand-over failed; it goes on")
+
+    def _cut(self, peer_id: int) -> None:
+        """End the connection over which a peer, silent by now, was heard."""
+        Peer(self.engine, peer_id, f"peer {peer_id}", opened=True).close()
 
     def _tell(self, address: str, kind: int, payload: bytes, timeout_ms: int) -> None:
         """Send one word, connecting again when needed; a peer that cannot be told finds out."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torch")
+
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = ROOT / "examples" / "serving" / "serve.py"
 

@@ -430,17 +430,17 @@ def test_a53_a_dead_receiver_ends_the_room(url: str, peer: Peer) -> None:
 
 def test_a49_a_bootstrap_knows_complete_instances_only(url: str) -> None:
     with pytest.raises(PeerUnreachable, match="not complete"):
-        find_instance(url, "x", timeout_ms=100)
+        find_instance(url, "x", timeout_ms=1_000)
     publish_rank(url, "x", layout(0, 2), "a:1", timeout_ms=CALL_MS)
     with pytest.raises(PeerUnreachable, match="not complete"):
-        find_instance(url, "x", timeout_ms=100)
+        find_instance(url, "x", timeout_ms=1_000)
     publish_rank(url, "x", layout(1, 2), "b:2", timeout_ms=CALL_MS)
     assert find_instance(url, "x", timeout_ms=CALL_MS).addresses == ("a:1", "b:2")
     publish_rank(url, "x", layout(1, 2), "c:3", timeout_ms=CALL_MS)
     assert find_instance(url, "x", timeout_ms=CALL_MS).addresses == ("a:1", "c:3")
     publish_rank(url, "x", layout(0, 4), "d:4", timeout_ms=CALL_MS)  # another layout: starts anew
     with pytest.raises(PeerUnreachable):
-        find_instance(url, "x", timeout_ms=100)
+        find_instance(url, "x", timeout_ms=1_000)
     with pytest.raises(UsageError, match="host:port"):
         publish_rank(url, "x", layout(), "nowhere", timeout_ms=CALL_MS)
     with pytest.raises(PeerUnreachable, match="did not answer"):
