@@ -8,6 +8,7 @@ from typing import Any
 from mooncake_py._native import ffi, lib
 from mooncake_py._native.check import check
 from mooncake_py._native.memory import SECRET_BYTES, digests
+from mooncake_py.errors import UsageError
 
 TIME_UNKNOWN = (1 << 63) - 1
 ROW_BYTES = 64  # of an mc_extent_row
@@ -40,24 +41,30 @@ class PullServer:
         """Serve grants of this segment from now on; what is being copied is not sealed. Without a
         name secret objects keep no names."""
         names = name_secret[:SECRET_BYTES] if name_secret else ffi.NULL
-        lib.mc_pulls_mount(self._handle, segment_id, secret[:SECRET_BYTES], names)
+        lib.mc_pulls_mount(self._live(), segment_id, secret[:SECRET_BYTES], names)
 
     def unmount(self) -> None:
-        lib.mc_pulls_mount(self._handle, 0, ffi.NULL, ffi.NULL)
+        lib.mc_pulls_mount(self._live(), 0, ffi.NULL, ffi.NULL)
 
     def drain(self) -> None:
         """Take nothing new; what runs may end."""
-        lib.mc_pulls_drain(self._handle)
+        lib.mc_pulls_drain(self._live())
 
     def set_time(self, ahead_ms: int) -> None:
         """How far the master's clock is ahead of the boot-time clock, at most. TIME_UNKNOWN: no
         grant is known to run."""
-        lib.mc_pulls_set_time(self._handle, ahead_ms)
+        lib.mc_pulls_set_time(self._live(), ahead_ms)
 
     def serve(self, timeout_ms: int, out: Any) -> int:
         """Pulls, until another message comes (then 0, and it is in `out`, an mc_message), somebody
         wakes the engine, or the time has passed (then a negative status)."""
-        return int(lib.mc_pulls_serve(self._handle, timeout_ms, out))
+        return int(lib.mc_pulls_serve(self._live(), timeout_ms, out))
+
+    def _live(self) -> Any:
+        handle = self._handle
+        if handle == ffi.NULL:
+            raise UsageError("these pulls were closed")
+        return handle
 
     def close(self) -> None:
         with self._lock:

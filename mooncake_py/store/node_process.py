@@ -68,6 +68,7 @@ class Node:
         self._settings = settings
         self._clock = clock or SystemClock()
         self._closing = threading.Event()
+        self._stopped = False
         self._threads: list[threading.Thread] = []
         self._incarnation = secrets.randbits(63) | 1
         self._master_time = MasterTime(self._clock)
@@ -193,6 +194,7 @@ class Node:
         return self._memory.nbytes
 
     def start(self) -> None:
+        """Raises what keeps this node from serving; it is stopped then."""
         try:
             self._master.connect(timeout_ms=self._settings.start_ms)
             self._mount_first()
@@ -211,7 +213,11 @@ class Node:
 
     def stop(self) -> None:
         """Take nothing new, let others copy what is here for as long as `drain_ms`, let running
-        pulls end, tell the master, release everything."""
+        pulls end, tell the master, release everything. Twice is fine: a start that fails has
+        stopped already."""
+        if self._stopped:
+            return
+        self._stopped = True
         self._pulls.drain()
         stays = self._file is not None  # and so does what is in it: nothing is to be moved
         running = self._threads and self._pulls.mounted is not None
