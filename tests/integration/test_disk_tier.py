@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -228,15 +228,33 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def put_until(
+    store: StoreClient, prefix: str, nbytes: int, condition: Callable[[], bool]
+) -> list[str]:
+    """Put ever more objects until it is so; the keys of the last turn. (How much is offloaded, and
+    what is dropped instead, depends on how fast the writer is.)"""
+    turns = count()
+    last: list[str] = []
+
+    def again() -> bool:
+        last[:] = names(max(1, 4 * MIB // nbytes), f"{prefix}-{next(turns)}-")
+        for key in last:
+            store.put(key, value(key, nbytes))
+        return condition()
+
+    wait_until(again, 60_000)
+    return last
+
+
 def test_a80_a_full_disk_drops_and_counts_and_recovers(small_disk: Path) -> None:
     """Configured to take more than there is; then somebody else fills what is left."""
     where = options(small_disk / "tier", size=1 << 30)
     with Cluster(where) as cluster, StoreClient(cluster.address) as store:
-        for key in names():
-            store.put(key, value(key))
-        wait_until(lambda: numbers(cluster)["disk_offloads"] > 10)
+        last = put_until(
+            store, "first", SIZE, lambda: numbers(cluster).get("disk_offloads", 0) > 10
+        )
         assert numbers(cluster)["disk_node_bytes"] <= 12 * MIB
-        assert read_all(store, names())[0]
+        assert read_all(store, last)[0]
         ballast = small_disk / "ballast"
         with suppress_enospc(), open(ballast, "wb") as stream:
             while True:
@@ -248,16 +266,8 @@ def test_a80_a_full_disk_drops_and_counts_and_recovers(small_disk: Path) -> None
         ballast.unlink()
         wait_until(lambda: numbers(cluster)["disk_node_usable_bytes"] > 4 * MIB)
 
-        turns = count()
-
-        def offloads_again() -> bool:
-            before = numbers(cluster)["disk_offloads"]
-            turn = next(turns)
-            for key in names(100, f"again-{turn}-"):
-                store.put(key, value(key))
-            return numbers(cluster)["disk_offloads"] > before + 10
-
-        wait_until(offloads_again, 60_000)
+        before = numbers(cluster)["disk_offloads"]
+        put_until(store, "again", SIZE, lambda: numbers(cluster)["disk_offloads"] > before + 10)
 
 
 class suppress_enospc:
@@ -270,11 +280,11 @@ class suppress_enospc:
 
 def test_a80_objects_larger_than_disk_or_staging_are_dropped_and_counted(tmp_path: Path) -> None:
     with Cluster(options(tmp_path, size=1 * MIB)) as cluster, StoreClient(cluster.address) as store:
-        for i in range(20):
-            store.put(f"large{i}", value(f"large{i}", 2 * MIB))
-        wait_until(lambda: numbers(cluster).get("disk_drops.too_large", 0) > 0)
+        last = put_until(
+            store, "large", 2 * MIB, lambda: numbers(cluster).get("disk_drops.too_large", 0) > 0
+        )
         assert numbers(cluster)["disk_used_bytes"] == 0
-        assert store.get("large19") == value("large19", 2 * MIB)
+        assert store.get(last[-1]) == value(last[-1], 2 * MIB)
 
 
 def test_a75_small_objects_take_no_files_and_large_ones_pass(tmp_path: Path) -> None:
@@ -283,7 +293,7 @@ def test_a75_small_objects_take_no_files_and_large_ones_pass(tmp_path: Path) -> 
         for at in range(0, len(small), 500):
             keys = small[at : at + 500]
             store.put_batch(keys, [value(key, 2_000) for key in keys])
-        wait_until(lambda: numbers(cluster)["evictions_to_disk"] > 1_000)
+        put_until(store, "t", 2_000, lambda: numbers(cluster).get("evictions_to_disk", 0) > 1_000)
         assert files_of(tmp_path) == []
         found, _ = read_all(store, small[::50], 2_000)
         assert found
