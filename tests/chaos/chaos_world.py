@@ -247,6 +247,15 @@ class World:
             self.etcd.close()
         if self.network is not None:
             self.network.close()
+        sweep_clocks()
+
+
+def sweep_clocks() -> None:
+    """What libfaketime leaves in /dev/shm for processes that were killed: named by their pid."""
+    for left in Path("/dev/shm").glob("*faketime_s*_*"):
+        pid = left.name.rpartition("_")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            left.unlink(missing_ok=True)
 
 
 def has_faketime() -> bool:

@@ -134,7 +134,7 @@ std::string locked_memory_words(uint64_t needed_bytes, uint64_t limit_bytes, uin
 }
 
 DeviceMemoryWay plan_device_memory(const DeviceMemoryFacts& facts, std::string* reason) {
-  if (facts.exporter && facts.library_has_dmabuf && facts.device_takes_dmabuf) {
+  if (facts.exporter && facts.verbs_have_dmabuf && facts.device_takes_dmabuf) {
     *reason = "by dmabuf";
     return DeviceMemoryWay::kDmabuf;
   }
@@ -145,7 +145,7 @@ DeviceMemoryWay plan_device_memory(const DeviceMemoryFacts& facts, std::string* 
   *reason = !facts.exporter
                 ? "no dmabuf descriptor was given for the memory, and no peer memory module "
                   "(nvidia_peermem) is loaded"
-            : !facts.library_has_dmabuf
+            : !facts.verbs_have_dmabuf
                 ? "libibverbs is older than ibv_reg_dmabuf_mr (rdma-core 34), and no peer memory "
                   "module is loaded"
                 : "the device does not take dmabuf memory, and no peer memory module is loaded";

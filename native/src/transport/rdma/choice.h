@@ -96,7 +96,7 @@ std::string locked_memory_words(uint64_t needed_bytes, uint64_t limit_bytes, uin
 
 // How memory of a GPU could be registered on this machine. This is the one place that decides it.
 struct DeviceMemoryFacts {
-  bool library_has_dmabuf = false;  // ibv_reg_dmabuf_mr is there
+  bool verbs_have_dmabuf = false;  // ibv_reg_dmabuf_mr is there
   bool exporter = false;            // a descriptor of the memory was given
   bool peer_module = false;         // nvidia_peermem or the like is loaded
   bool device_takes_dmabuf = true;  // false: the device said so before

@@ -9,7 +9,7 @@ namespace mc::verbs {
 namespace {
 
 struct Loaded {
-  Library library{};
+  Library calls{};
   bool works = false;
   std::string why;
 };
@@ -28,7 +28,7 @@ Loaded load() {
                  "or rdma-core)";
     return loaded;
   }
-  Library& it = loaded.library;
+  Library& it = loaded.calls;
   loaded.works =
       find(handle, "ibv_get_device_list", &it.get_device_list) &&
       find(handle, "ibv_free_device_list", &it.free_device_list) &&
@@ -61,7 +61,7 @@ Loaded load() {
 
 const Library* library(std::string* why) {
   static const Loaded loaded = load();
-  if (loaded.works) return &loaded.library;
+  if (loaded.works) return &loaded.calls;
   if (why != nullptr) *why = loaded.why;
   return nullptr;
 }
