@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks import engine
 from benchmarks.clients import Crowd
 from benchmarks.plan import (
     CACHES,
@@ -136,3 +137,38 @@ def test_a_failure_is_told_and_leaves_no_figures() -> None:
     (row,) = as_dict([failed], [])["timings"]
     assert row["failure"] == "ours shm: OutOfSpace"
     assert "p50_us" not in row
+
+
+def test_engines_are_measured_against_the_limits(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.engine", "--seconds", "0.01", "--out", str(out)]
+    ended = subprocess.run(
+        [*command, "--largest-mib", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(out.read_text())
+    assert {row["threads"] for row in rows} == {1, 4}
+    for row in rows:
+        assert set(row["found"]) == {"memcpy", "socket", "shm", "tcp"}
+        assert all(one["p50_us"] > 0 and one["cpu_s_per_gb"] >= 0 for one in row["found"].values())
+
+
+def test_bars_of_engines_say_what_was_missed() -> None:
+    def found(shm: float, tcp: float) -> engine.Found:
+        speeds = {"memcpy": 10.0, "socket": 5.0, "shm": shm, "tcp": tcp, "upstream": 1.0}
+        return {k: {"bytes_per_s": v, "p50_us": 100 / v} for k, v in speeds.items()}
+
+    case = {"op": "read", "nbytes": 1 << 20, "count": 1, "threads": 1}
+    assert engine.judged(case, found(9.0, 4.0)) == [
+        "shm/memcpy >= 0.9: 0.90", "tcp/socket >= 0.8: 0.80", "tcp/upstream <= 0.6: 0.25",
+    ]  # fmt: skip
+    assert all(bar.endswith("MISSED") for bar in engine.judged(case, found(8.0, 1.5)))
+    case["threads"] = 4
+    assert engine.judged(case, found(8.0, 4.2), found(9.0, 4.0)) == [
+        "shm 4t/1t >= 1: 0.89 MISSED", "tcp 4t/1t >= 1: 1.05",
+    ]  # fmt: skip
