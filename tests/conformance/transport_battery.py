@@ -211,6 +211,23 @@ class TransportBattery(LifetimeBattery):
             assert statuses == [0] * len(good) + [-AccessRefused.code] * (len(bad) + 1)
         assert two.peer.request(ECHO, b"alive", timeout_ms=MS) == b"alive"
 
+    def test_a45_slices_side_by_side_keep_their_own_outcomes(self, two: Pair) -> None:
+        """They may travel together; what lies behind the region's end fails alone."""
+        count, length = 300, 4096
+        region = two.region(count * length, access="read_write")
+        whole = pattern(count * length, 7)
+        target = np.zeros((count + 3) * length, np.uint8)
+        pieces = [(i * length, length) for i in range(count + 3)]
+        with pytest.raises(AccessRefused, match=f"slice {count}"):
+            two.near.read(two.peer, slices := slices_for(region, target, pieces), timeout_ms=MS)
+        assert slices["status"].tolist() == [0] * count + [-AccessRefused.code] * 3
+        assert np.array_equal(target[: whole.size], whole)
+        fresh = pattern(target.size, 8)
+        with pytest.raises(AccessRefused, match=f"slice {count}"):
+            two.near.write(two.peer, slices := slices_for(region, fresh, pieces), timeout_ms=MS)
+        assert slices["status"].tolist() == [0] * count + [-AccessRefused.code] * 3
+        assert two.tell("crc", region=region) == crc32c(fresh[: whole.size])
+
     def test_a_region_for_reading_refuses_writes(self, two: Pair) -> None:
         region = two.region(4096)
         before = two.tell("crc", region=region)

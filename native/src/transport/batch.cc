@@ -34,9 +34,11 @@ int32_t Batch::check(const mc_slice* slices, uint64_t n) {
   return MC_OK;
 }
 
-Batch::Next Batch::next_part(uint64_t read_bytes_max, uint64_t write_bytes_max, Part* out) {
+Batch::Next Batch::next_part(uint64_t read_bytes_max, uint64_t write_bytes_max, Part* out,
+                             uint64_t merged_bytes_max) {
   const std::lock_guard lock(mutex_);
   if (stopped()) return Next::kEnd;
+  if (next_again_locked(out)) return Next::kPart;
   // A slice that failed already: what is left of it need not travel.
   while (cursor_ < n_ && progress_[cursor_].complete) {
     ++cursor_;
@@ -47,50 +49,108 @@ Batch::Next Batch::next_part(uint64_t read_bytes_max, uint64_t write_bytes_max, 
   if ((slice.flags & MC_SLICE_FENCE) != 0 && cursor_offset_ == 0 && open_ > n_ - cursor_) {
     return Next::kFence;
   }
-  Progress& progress = progress_[cursor_];
-  const uint64_t length = std::min(
-      slice.length - cursor_offset_, slice.op == MC_OP_READ ? read_bytes_max : write_bytes_max);
+  const uint64_t part_max = slice.op == MC_OP_READ ? read_bytes_max : write_bytes_max;
+  const uint64_t length = std::min(slice.length - cursor_offset_, part_max);
   uint64_t remote = 0;
   if (__builtin_add_overflow(slice.remote_offset, cursor_offset_, &remote)) remote = UINT64_MAX;
   *out = {cursor_, cursor_part_, slice.op, slice.region, (slice.flags & MC_SLICE_CRC) != 0,
           remote, slice.local + cursor_offset_, length};
-  ++progress.open_parts;
   cursor_offset_ += length;
   ++cursor_part_;
-  if (cursor_offset_ == slice.length) {
-    progress.handed_out = true;
-    ++cursor_;
-    cursor_offset_ = cursor_part_ = 0;
+  if (cursor_offset_ < slice.length) {
+    ++progress_[out->slice].open_parts;
+    return Next::kPart;
   }
+  if (cursor_part_ == 1) out->slices = merged_locked(out, std::min(part_max, merged_bytes_max));
+  for (uint64_t i = 0; i < out->slices; ++i) {
+    ++progress_[cursor_].open_parts;
+    progress_[cursor_++].handed_out = true;
+  }
+  cursor_offset_ = cursor_part_ = 0;
   return Next::kPart;
 }
 
-void Batch::part_done(const Part& part, int32_t status, uint32_t crc, const char* reason) {
+// Take as many slices behind the part's as lie behind it at both ends; how many it has then.
+uint64_t Batch::merged_locked(Part* part, uint64_t bytes_max) const {
+  uint64_t count = 1;
+  for (uint64_t i = part->slice + 1; i < n_ && !part->crc && part->length > 0; ++i, ++count) {
+    const mc_slice& next = slices_[i];
+    uint64_t sum = 0;
+    if (next.flags != 0 || next.op != part->op || next.region != part->region ||
+        next.length == 0 || progress_[i].complete ||
+        next.local != part->local + part->length ||
+        __builtin_add_overflow(part->remote_offset, part->length, &sum) ||
+        next.remote_offset != sum || __builtin_add_overflow(part->length, next.length, &sum) ||
+        sum > bytes_max) {
+      break;
+    }
+    part->length = sum;
+  }
+  return count;
+}
+
+bool Batch::next_again_locked(Part* out) {
+  while (!again_.empty()) {
+    const uint64_t i = again_.back();
+    again_.pop_back();
+    if (progress_[i].complete) continue;
+    const mc_slice& slice = slices_[i];
+    *out = {i, 0, slice.op, slice.region, false, slice.remote_offset, slice.local, slice.length};
+    ++progress_[i].open_parts;
+    return true;
+  }
+  return false;
+}
+
+bool Batch::part_done(const Part& part, int32_t status, uint32_t crc, const char* reason) {
   const std::lock_guard lock(mutex_);
-  Progress& progress = progress_[part.slice];
+  if (part.slices > 1 && status == MC_E_ACCESS && !stopped()) {
+    try {
+      again_.reserve(again_.size() + part.slices);
+    } catch (const std::bad_alloc&) {
+      status = MC_E_OUT_OF_SPACE;
+      reason = "no memory to find out which of several slices was refused";
+    }
+    if (status == MC_E_ACCESS) {
+      for (uint64_t i = part.slice; i < part.slice + part.slices; ++i) {
+        --progress_[i].open_parts;
+        if (!progress_[i].complete) again_.push_back(i);
+      }
+      return !again_.empty();
+    }
+  }
+  for (uint64_t i = part.slice; i < part.slice + part.slices; ++i) {
+    slice_part_done_locked(i, part, status, crc, reason);
+  }
+  return false;
+}
+
+void Batch::slice_part_done_locked(uint64_t i, const Part& part, int32_t status, uint32_t crc,
+                                   const char* reason) {
+  Progress& progress = progress_[i];
   --progress.open_parts;
   if (progress.complete) return;
   if (status != MC_OK) {
-    if (progress.status == MC_OK && (failure_.status == MC_OK || part.slice < failed_slice_)) {
-      failed_slice_ = part.slice;
+    if (progress.status == MC_OK && (failure_.status == MC_OK || i < failed_slice_)) {
+      failed_slice_ = i;
       failure_.status = status;
       try {
-        failure_.reason = "slice " + std::to_string(part.slice) + ": " + reason;
+        failure_.reason = "slice " + std::to_string(i) + ": " + reason;
       } catch (const std::bad_alloc&) {
         failure_.reason.clear();  // the batch ends all the same
       }
     }
     if (progress.status == MC_OK) progress.status = status;
   } else if (part.crc) {
-    const bool whole = part.length == slices_[part.slice].length;  // else join_crcs_locked sets it
-    if (whole) slices_[part.slice].crc = crc;
+    const bool whole = part.length == slices_[i].length;  // else join_crcs_locked sets it
+    if (whole) slices_[i].crc = crc;
     else progress.crcs.push_back({part.number, part.length, crc});
   }
   if (progress.open_parts > 0) return;
   // A failed slice completes early: no part of it is in flight, and none will be handed out.
   if (progress.handed_out || progress.status != MC_OK) {
-    if (progress.status == MC_OK && !progress.crcs.empty()) join_crcs_locked(part.slice);
-    complete_locked(part.slice, progress.status);
+    if (progress.status == MC_OK && !progress.crcs.empty()) join_crcs_locked(i);
+    complete_locked(i, progress.status);
   }
 }
 

@@ -7,6 +7,10 @@
 // Cursor: next_part() hands out the parts in order, so that a transport keeps as many in flight as
 // it likes; a fenced slice is handed out only when all slices before it have completed.
 //
+// Merging: small slices that lie side by side at both ends may travel as one part, up to the bound
+// that the transport gives, which is what either side accepts. When the peer refuses such a part,
+// its slices are handed out again one by one, so that each has its own outcome.
+//
 // Writing into local memory: a transport that copies by itself holds a Copying for each piece of
 // work. stop() makes later ones fail and waits for those that are held. Transports with other ways
 // of writing (a socket's reader) detach in Endpoint::cancel.
@@ -34,6 +38,7 @@ struct Part {
   uint32_t op = 0, region = 0;
   bool crc = false;
   uint64_t remote_offset = 0, local = 0, length = 0;
+  uint64_t slices = 1;  // above 1: as many whole ones, from `slice` on
 };
 
 class Batch {
@@ -49,10 +54,13 @@ class Batch {
 
   enum class Next { kPart, kFence, kEnd };
   // kFence: nothing may be handed out until a part_done() came. One caller at a time.
-  Next next_part(uint64_t read_bytes_max, uint64_t write_bytes_max, Part* out);
+  // Slices are merged up to `merged_bytes_max`; 0: not at all.
+  Next next_part(uint64_t read_bytes_max, uint64_t write_bytes_max, Part* out,
+                 uint64_t merged_bytes_max = 0);
 
-  // `crc` counts when the slice asked for it. A failure's first report decides the slice.
-  void part_done(const Part& part, int32_t status, uint32_t crc, const char* reason = "");
+  // `crc` counts when the slice asked for it. A failure's first report decides the slice. True:
+  // next_part() has parts again, of a merged one that was refused.
+  bool part_done(const Part& part, int32_t status, uint32_t crc, const char* reason = "");
   // Complete everything that has not with this status. The caller has made sure before that
   // nobody writes into local memory for this batch any more.
   void finish(int32_t status, const char* reason);
@@ -80,6 +88,10 @@ class Batch {
     int32_t status = MC_OK;
     std::vector<PartCrc> crcs;  // of a slice in several parts
   };
+  uint64_t merged_locked(Part* part, uint64_t bytes_max) const;
+  bool next_again_locked(Part* out);
+  void slice_part_done_locked(uint64_t i, const Part& part, int32_t status, uint32_t crc,
+                              const char* reason);
   void complete_locked(uint64_t i, int32_t status);
   void join_crcs_locked(uint64_t i);
 
@@ -93,7 +105,8 @@ class Batch {
   std::condition_variable idle_;  // copies_ became 0
   std::vector<Progress> progress_;
   uint64_t cursor_ = 0, cursor_offset_ = 0, cursor_part_ = 0;
-  uint64_t open_ = 0;  // slices not complete
+  std::vector<uint64_t> again_;  // slices of refused merged parts, to be handed out alone
+  uint64_t open_ = 0;            // slices not complete
   uint64_t copies_ = 0;
   uint64_t failed_slice_ = 0;
   Failure failure_;  // of the lowest failed slice

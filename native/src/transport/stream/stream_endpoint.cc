@@ -7,6 +7,7 @@ namespace mc {
 namespace {
 
 constexpr uint64_t kStripeMin = 64 << 10;
+constexpr uint64_t kMergedMax = 256 << 10;  // small slices in one part; lanes still have their share
 
 }  // namespace
 
@@ -118,7 +119,7 @@ bool StreamEndpoint::issue_batch(const std::shared_ptr<Batch>& batch, const Lane
                                  std::vector<std::vector<ReadEntry>>* reads) {
   while (in_flight_ < kWindow) {
     Part part;
-    const Batch::Next next = batch->next_part(kPartMax, write_part_max(), &part);
+    const Batch::Next next = batch->next_part(kPartMax, write_part_max(), &part, kMergedMax);
     if (next == Batch::Next::kFence) return false;
     if (next == Batch::Next::kEnd) return true;
     const size_t i = part.length >= kStripeMin ? turn_++ % lanes.size() : 0;
@@ -186,9 +187,19 @@ void StreamEndpoint::issued(Connection& lane) {
 void StreamEndpoint::part_over(const std::shared_ptr<Batch>& batch, const Part& part,
                                int32_t status, uint32_t crc) {
   --in_flight_;
-  batch->part_done(part, status, crc,
-                   status == MC_E_ACCESS ? kRefused
-                                         : "the peer reported a failure");
+  const char* why = status == MC_E_ACCESS ? kRefused : "the peer reported a failure";
+  if (!batch->part_done(part, status, crc, why)) return;
+  {
+    const std::lock_guard lock(issue_mutex_);
+    if (std::find(waiting_.begin(), waiting_.end(), batch) != waiting_.end()) return;
+    if (!closed_) {
+      waiting_.push_back(batch);
+      ++waiting_count_;
+      return;
+    }
+  }
+  const Failure gone = why_closed();
+  cancel(batch, gone.status, gone.reason.c_str());
 }
 
 bool StreamEndpoint::other_frame_on_progress(Connection&, const FrameHead&, const uint8_t*) {
