@@ -150,9 +150,13 @@ def expire(state: CatalogState, now_ms: int) -> None:
 
 
 def forget_work(state: CatalogState, segment: Segment, now_ms: int) -> None:
-    """The node of this disk is not there any more."""
+    """The node of this disk, or the memory into which disks promote, is not there any more."""
     disk = segment.disk
     if disk is None:
+        for other in (each.disk for each in state.members.disks.values() if each.disk):
+            for promotion in list(other.promotions.values()):
+                if promotion.place >> PLACE_BITS == segment.index:
+                    end_promotion(state, other, promotion, now_ms)
         return
     for offload in list(disk.offloads.values()):
         _end_offload(state, disk, offload, "no_disk")
@@ -310,8 +314,6 @@ def _promoted(
 ) -> None:
     slot = promotion.slot
     in_time = promotion.expires_ms > now_ms and _lives(state, slot, promotion.generation)
-    target = state.members.by_index[promotion.place >> PLACE_BITS]
-    in_time = in_time and target is not None and target.state != GONE
     if code != OK or not in_time or not state.table.flags[slot] & COLD:
         end_promotion(state, disk, promotion, now_ms)
         return
@@ -328,10 +330,8 @@ def end_promotion(state: CatalogState, disk: Disk, promotion: Promotion, now_ms:
     del disk.promotions[promotion.own]
     disk.promoting.discard(promotion.slot)
     until = promotion.expires_ms + state.settings.grant_margin_ms if promotion.handed else 0
-    segment = state.members.by_index[promotion.place >> PLACE_BITS]
-    if segment is not None:
-        gone = segment.state == GONE
-        state.release(promotion.place, promotion.units, 0 if gone else until, now_ms)
+    gone = state.members.at(promotion.place >> PLACE_BITS).state == GONE
+    state.release(promotion.place, promotion.units, 0 if gone else until, now_ms)
 
 
 # --- what there is ------------------------------------------------------------------------------

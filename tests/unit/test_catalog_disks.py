@@ -27,6 +27,7 @@ from mooncake_py.master.commands import (
     SetQuota,
     Status,
     StatusInfo,
+    Tick,
     Unmount,
     Unseal,
 )
@@ -174,6 +175,28 @@ def test_f42_a_removed_object_is_promoted_to_nothing(tier: Tier) -> None:
     assert tier.exists([b"k0"]) == [0]
     tier.pass_time(20_000)
     assert tier.used_bytes() <= used
+    check_invariants(tier.catalog)
+
+
+def test_f42_memory_that_leaves_takes_the_promotions_into_it_along(tier: Tier) -> None:
+    """Its number is given to the next segment, which knows nothing of them."""
+    tier.fill(100)
+    generation = place_rows(tier.locate([b"k0"]))[0][4]
+    applied = tier.apply(tier.node.ask([("t", b"k0", generation)]))
+    assert isinstance(applied.reply, DiskTasks)
+    assert applied.reply.promotions
+    former = tier.catalog.state.members.of_node("n")[0]
+    tier.apply(Unmount("n", 1, former.segment_id))
+    tier.now_ms += 200
+    tier.apply(Tick())
+    tier.mount("other", MEMORY)
+    assert tier.catalog.state.members.of_node("other")[0].index == former.index
+    check_invariants(tier.catalog)
+    tier.node.carry_out(applied.reply)  # the node was not told yet
+    for _ in range((SETTINGS.grant_ttl_ms + SETTINGS.grant_margin_ms) // 500 + 1):
+        tier.pass_time(500)
+        tier.work(rounds=1)
+    assert tier.where(b"k0") == ["disk"]
     check_invariants(tier.catalog)
 
 
