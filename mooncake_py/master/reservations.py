@@ -33,6 +33,7 @@ from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.placement import Placer, handicaps
 from mooncake_py.master.puts import grant_fields
 from mooncake_py.master.state import CatalogState, extent_units
+from mooncake_py.master.stripes import is_part
 from mooncake_py.master.tenant import Grant, Put, Tenant
 from mooncake_py.master.work import Work
 from mooncake_py.model import (
@@ -41,6 +42,7 @@ from mooncake_py.model import (
     EXTENT_ROW,
     RESERVED_ROW,
     ReplicaPolicy,
+    is_reserved,
     reserved_key,
 )
 
@@ -159,6 +161,8 @@ def _name(
     state: CatalogState, work: Work, tenant: Tenant, key: bytes, generation: int, now_ms: int
 ) -> Grant | int:
     """Make the reservation a grant of this key, to be committed; or the key's status."""
+    if is_part(key) or is_reserved(key):
+        return UsageError.code  # those names are the catalog's own
     held = reserved_key(generation)
     grant = tenant.writing.get(held)
     if grant is None:

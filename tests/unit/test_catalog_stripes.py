@@ -13,12 +13,15 @@ from mooncake_py.master.commands import (
     List,
     Listed,
     PutStart,
+    Reserve,
+    Reserved,
     Unmount,
 )
 from mooncake_py.master.records import unpack
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.shadow import Shadow
-from mooncake_py.model import EXTENT_ROW, PART_ROW
+from mooncake_py.master.stripes import part_key
+from mooncake_py.model import EXTENT_ROW, PART_ROW, reserved_key
 
 KIB = 1 << 10
 S = CatalogSettings(objects_max=1 << 14, stripe_min_bytes=16 * KIB, events_max=100)
@@ -117,6 +120,20 @@ def test_a_listing_and_the_events_show_the_whole_under_its_key() -> None:
     reply = driver.apply(PutStart("t", [b"\xfe"], [1], bytes(16))).reply
     assert isinstance(reply, Granted)
     assert list(reply.status) == [UsageError.code], "keys of parts are nobody's to name"
+
+
+def test_f05_a_reservation_is_committed_under_no_name_of_the_catalogs_own() -> None:
+    driver = two_small_nodes()
+    driver.put([b"large"], 300 * KIB)
+    count = len(part_rows(driver, b"large"))
+    reply = driver.apply(Reserve("t", 64, 2, random=7)).reply
+    assert isinstance(reply, Reserved)
+    first, second = (row[4] for rows in reply.rows for row in EXTENT_ROW.iter_unpack(rows))
+    names = [part_key(b"large", count), reserved_key(second)]
+    assert driver.end(names, [first, second], reserved=True) == [UsageError.code] * 2
+    assert len(part_rows(driver, b"large")) == count
+    assert driver.end([b"k"], [first], reserved=True) == [OK], "it is still there"
+    check_invariants(driver.catalog)
 
 
 def test_a_lease_of_the_whole_keeps_every_part() -> None:
