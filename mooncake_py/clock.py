@@ -9,6 +9,7 @@ sensibly; nothing depends on two machines agreeing.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Protocol
 
 
@@ -20,6 +21,11 @@ def stopwatch_ns() -> int:
 def boot_ms() -> int:
     """Milliseconds since the machine started, also while it or a process stood still."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
+
+
+def duration(ms: int) -> timedelta:
+    """As libraries want it that take no number."""
+    return timedelta(milliseconds=ms)
 
 
 class Clock(Protocol):

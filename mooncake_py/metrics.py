@@ -39,6 +39,7 @@ class Metrics(Collector):
         self._prefix = prefix
         self._counters: dict[str, tuple[str, tuple[str, ...], dict[tuple[str, ...], Cell]]] = {}
         self._sources: dict[str, Callable[[], Mapping[str, float]]] = {}
+        self._collectors: dict[str, Callable[[], Iterable[Metric]]] = {}
 
     def counter(self, name: str, text: str, **labels: str) -> Cell:
         """The cell of a counter with these labels, made at the first call."""
@@ -49,6 +50,11 @@ class Metrics(Collector):
         """`read()` gives more numbers at every scrape, by `name` or `name.part`; a name that ends
         in `_total` is a counter. A former source of the same `what` is replaced."""
         self._sources[what] = read
+
+    def collector(self, what: str, collect: Callable[[], Iterable[Metric]]) -> None:
+        """`collect()` gives whole families, with their full names, at every scrape. A former
+        collector of the same `what` is replaced."""
+        self._collectors[what] = collect
 
     def values(self) -> dict[str, float]:
         """Every counter summed over its labels, by name."""
@@ -71,6 +77,8 @@ class Metrics(Collector):
                 gauge: Metric = kind(f"{self._prefix}_{what}", what.replace("_", " "))
                 gauge.add_sample(gauge.name + ("_total" * (gauge.type == "counter")), label, value)
                 yield gauge
+        for collect in list(self._collectors.values()):
+            yield from collect()
 
 
 class MetricsServer:

@@ -12,6 +12,7 @@ so pools of both layouts read each other's objects.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,8 @@ class KvPages:
     """`page_count` pages and the list of free ones. The list is not thread-safe: its owner locks.
 
     memory: a writable buffer of page_count * shape.page_bytes to lie in (host pools: memory that
-    nodes map, `StoreClient.alloc`); None: torch allocates, pinned when a GPU is there.
+    nodes map, `StoreClient.alloc`), which outlives the pool; None: torch allocates. Host memory is
+    pinned when a GPU is there, so that copies do not hold up the host.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class KvPages:
                 raise UsageError("memory is writable, on the host, and large enough", needed=needed)
             flat = torch.frombuffer(memory.cast("B")[:needed], dtype=torch.uint8)
             self.tensor = flat.view(shape.dtype).view(sizes)
+            if torch.cuda.is_available():
+                _pin(self, flat)
         self._bytes: Any = self.tensor.view(torch.uint8).numpy() if device == "cpu" else None
         self._free = list(range(page_count - 1, -1, -1))
         self._is_free = [True] * page_count
@@ -114,6 +118,11 @@ class KvPages:
             return self.tensor[layer].transpose(0, 1)
         return self.tensor[:, layer]
 
+    def piece(self, layer: int, plane: int, page: int) -> torch.Tensor:
+        """[token, head, dim], contiguous, in place."""
+        at = (layer, plane, page) if self.layout == "layer_first" else (page, layer, plane)
+        return self.tensor[at]
+
     def views(self, page: int) -> list[memoryview]:
         """The page's bytes in the order of its object. Host pools only."""
         if self._bytes is None:
@@ -131,8 +140,31 @@ class KvPages:
 def copy_layer(
     source: KvPages, target: KvPages, layer: int, from_pages: Sequence[int], to_pages: Sequence[int]
 ) -> None:
-    """One layer of these pages, whichever layouts and devices."""
-    here = torch.as_tensor(from_pages, device=source.tensor.device)
-    there = torch.as_tensor(to_pages, device=target.tensor.device)
-    moved = source.layer(layer).index_select(0, here)
-    target.layer(layer).index_copy_(0, there, moved.to(target.tensor.device, non_blocking=True))
+    """One layer of these pages between pools on the CPU, whichever layouts."""
+    here, there = torch.as_tensor(from_pages), torch.as_tensor(to_pages)
+    target.layer(layer).index_copy_(0, there, source.layer(layer).index_select(0, here))
+
+
+def copy_pieces(
+    source: KvPages, target: KvPages, layer: int, from_pages: Sequence[int], to_pages: Sequence[int]
+) -> None:
+    """The same on the current CUDA stream, from or to a GPU. Each piece is contiguous on both
+    sides, so that it is one transfer straight into its place: a detour through a temporary tensor
+    would be read before it is filled, or hold up the host."""
+    for here, there in zip(from_pages, to_pages, strict=True):
+        for plane in range(source.shape.plane_count):
+            piece = source.piece(layer, plane, here)
+            target.piece(layer, plane, there).copy_(piece, non_blocking=True)
+
+
+def _pin(pool: KvPages, memory: torch.Tensor) -> None:
+    """Memory that torch did not allocate. UsageError: the driver refuses it."""
+    runtime = torch.cuda.cudart()
+    address = memory.data_ptr()
+    code = int(runtime.cudaHostRegister(address, memory.numel(), 0))
+    if code:
+        raise UsageError(
+            f"host memory cannot be pinned (CUDA error {code})", nbytes=memory.numel(),
+            remedy="raise the limit of locked memory: ulimit -l unlimited",
+        )  # fmt: skip
+    weakref.finalize(pool, runtime.cudaHostUnregister, address)

@@ -9,15 +9,14 @@ and stop at the first that is missing.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from mooncake_py.clock import stopwatch_ns
-from mooncake_py.hicache.kv_pages import KvPages
-from mooncake_py.hicache.tier_options import TierOptions
-from mooncake_py.hicache.tier_report import TierReport
+from mooncake_py.hicache.tier_options import Rate
+from mooncake_py.hicache.tier_work import Seconds
+
+if TYPE_CHECKING:
+    from mooncake_py.hicache.tier_moves import TierMoves
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class Store(Protocol):
 
 
 class Prefetch:
-    """One job. `wait` from any thread; `take` with the cache's lock held."""
+    """One job. `wait` from any thread; `take` with the cache's lock held, once."""
 
     def __init__(self, owner: Prefetcher, keys: list[str]) -> None:
         self._owner = owner
@@ -75,39 +74,51 @@ class Prefetch:
 
 
 class Prefetcher:
-    """The workers of one cache. take_host and changed: the cache's, which also locks."""
+    """The workers of one cache, whose lock, host pool and room are the moves'."""
 
-    def __init__(
-        self,
-        store: Store,
-        host: KvPages,
-        take_host: Callable[[int], list[int] | None],
-        changed: threading.Condition,
-        options: TierOptions,
-        report: TierReport,
-    ) -> None:
-        self._store, self.host, self._take_host, self.changed = store, host, take_host, changed
-        self._options, self._report = options, report
+    def __init__(self, store: Store, moves: TierMoves) -> None:
+        assert moves.host is not None
+        self._store, self.host, self.changed = store, moves.host, moves.changed
+        self._take_host = moves.prefetch_room
+        self._work, self._report, self._options = moves.work, moves.report, moves.options
+        self._rate = Rate(self._options.prefetch_bytes_per_s)
+        self._jobs = 0  # waiting or running
         self._pages = 0  # on their way
-        self._workers = ThreadPoolExecutor(WORKERS, "mooncake-tier-fetch")
+        self._workers = self._work.lane("fetch", WORKERS)
 
-    def start(self, keys: list[str]) -> Prefetch:
+    @property
+    def jobs(self) -> int:
+        """Tracked: waiting or running."""
+        with self.changed:
+            return self._jobs
+
+    def start(self, keys: list[str]) -> Prefetch | None:
+        """None: too many wait already."""
+        with self.changed:
+            if self._jobs >= self._options.prefetch_jobs_max:
+                self._report.add("dropped_pages", "too many prefetches wait", len(keys))
+                return None
+            self._jobs += 1
         job = Prefetch(self, keys)
-        self._workers.submit(self._run, job)
+        self._workers.submit(lambda: self._run(job))
         return job
 
     def close(self) -> None:
-        self._workers.shutdown()
+        self._workers.close()
 
     def _run(self, job: Prefetch) -> None:
         try:
+            took = Seconds(self._work)
             if not job.cancelled and self._begin(job):
                 self._fetch(job)
+                if job.done and not job.cancelled:
+                    self._report.break_even.fetched(job.done, took.s)
         except Exception:
             log.exception("a prefetch failed; its pages are computed")
         finally:
             with self.changed:
                 job.ended = True
+                self._jobs -= 1
                 self._pages -= len(job.pages)
                 job.settle()
                 self.changed.notify_all()
@@ -117,12 +128,20 @@ class Prefetcher:
         if found * self.host.shape.page_tokens < max(1, self._options.prefetch_tokens_min):
             return False
         with self.changed:
+            if job.cancelled:
+                return False
             limit = int(self.host.page_count * self._options.prefetch_host_ratio)
             count = min(found, limit - self._pages)
-            pages = self._take_host(count) if count > 0 and not job.cancelled else None
+            nbytes = max(0, count) * self.host.shape.page_bytes
+            if not self._rate.take(nbytes, self._work.now_ns()):
+                self._report.add("dropped_pages", "prefetch rate", found)
+                return False
+            pages = self._take_host(count) if count > 0 else None
             if pages is None:
                 self._report.add("dropped_pages", "no host room for a prefetch", found)
                 return False
+            if count < found:
+                self._report.add("dropped_pages", "no host room for a prefetch", found - count)
             job.pages = pages
             self._pages += count
         return True
@@ -132,15 +151,14 @@ class Prefetcher:
         pages = list(job.pages)
         for at in range(0, count, self._options.batch_pages):
             if job.cancelled:
+                self._report.add("dropped_pages", "not awaited any more", count - at)
                 return
             part = slice(at, min(at + self._options.batch_pages, count))
-            began = stopwatch_ns()
             targets = [self.host.views(page) for page in pages[part]]
-            got = self._store.get(job.keys[part], targets, [size] * len(targets))
+            with Seconds(self._work) as took:
+                got = self._store.get(job.keys[part], targets, [size] * len(targets))
             leading = next((i for i, there in enumerate(got) if not there), len(got))
-            if leading:
-                self._report.break_even.fetched(leading, (stopwatch_ns() - began) / 1e9)
-                self._report.add("moved_bytes", "L3 to L2", leading * size)
+            self._report.moved("L3 to L2", leading * size, took.s)
             with self.changed:
                 job.done += leading
                 self.changed.notify_all()

@@ -3,7 +3,8 @@
 The router remembers which pages it sent to which prefill instance (`pages_max` each, least recently
 used out), because that is where they are likely cached. An instance's cost is the pages it must
 compute for this request plus those queued there already; the cheapest wins, so a long shared prefix
-beats an idle instance, and a queue longer than the prefix saves beats the prefix. Decode instances
+beats an idle instance, and a queue longer than the prefix saves beats the prefix; among equals the
+one with the fewest pages wins, so that every cache fills. Decode instances
 carry what they hold until the request is finished; the least loaded wins.
 """
 
@@ -62,7 +63,7 @@ class Router:
                     remedy="add one with `join`",
                 )  # fmt: skip
             hits = {name: self._hit(known, pages) for name, known in self._prefills.items()}
-            prefill = min(self._prefills, key=lambda name: self._prefills[name].queued - hits[name])
+            prefill = min(self._prefills, key=lambda name: self._cost(name, hits[name]))
             decode = min(self._decodes, key=self._decodes.__getitem__)
             room = secrets.randbelow(ROOM_MAX)
             while room in self._routes:
@@ -112,6 +113,11 @@ class Router:
             self._computing.discard(route.room)
             if route.prefill in self._prefills:
                 self._prefills[route.prefill].queued -= route.pages - route.cached
+
+    def _cost(self, name: str, hit: int) -> tuple[int, int]:
+        """Pages ahead of it; among equals the one with the emptier cache."""
+        known = self._prefills[name]
+        return known.queued - hit, len(known.seen)
 
     @staticmethod
     def _hit(known: _Prefill, pages: Sequence[Hashable]) -> int:

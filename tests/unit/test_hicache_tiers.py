@@ -14,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tier_models import SHAPE, MemoryStore, page_values, prompt  # noqa: E402
+
 from mooncake_py.errors import OutOfSpace, UsageError  # noqa: E402 - after the check for torch
 from mooncake_py.hicache.kv_pages import LAYOUTS, KvPages, KvShape, copy_layer  # noqa: E402
 from mooncake_py.hicache.radix_tree import chain_keys, split_pages  # noqa: E402
@@ -26,58 +28,7 @@ from mooncake_py.hicache.tier_options import (  # noqa: E402
 from mooncake_py.hicache.tier_request import Request  # noqa: E402
 from mooncake_py.hicache.tiered_cache import TieredCache  # noqa: E402
 
-SHAPE = KvShape(layer_count=3, page_tokens=4, head_count=2, head_dim=4)
 WAIT_MS = 10_000
-
-
-class MemoryStore:
-    """L3 in a dictionary, with failures by a seed, and a gate that holds reads back."""
-
-    def __init__(self, seed: int = 0, failures: float = 0.0) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.random = random.Random(seed)
-        self.failures = failures
-        self.gate = threading.Event()
-        self.gate.set()
-        self.reading = threading.Event()
-        self.calls = 0
-
-    def fails(self) -> bool:
-        return self.random.random() < self.failures
-
-    def leading(self, keys: Sequence[str]) -> int:
-        self.calls += 1
-        if self.fails():
-            return 0
-        return next((i for i, key in enumerate(keys) if key not in self.objects), len(keys))
-
-    def get(self, keys, targets, sizes) -> list[bool]:  # type: ignore[no-untyped-def]
-        self.reading.set()
-        assert self.gate.wait(30)
-        done = []
-        for key, views, size in zip(keys, targets, sizes, strict=True):
-            value = None if self.fails() else self.objects.get(key)
-            done.append(value is not None and len(value) == size)
-            at = 0
-            for view in views:
-                part = value[at : at + view.nbytes] if value else b"\xee" * view.nbytes
-                view[:] = part  # a failed read leaves rubbish behind
-                at += view.nbytes
-        return done
-
-    def put(self, keys, values) -> list[bool]:  # type: ignore[no-untyped-def]
-        done = []
-        for key, views in zip(keys, values, strict=True):
-            done.append(not self.fails())
-            if done[-1]:
-                self.objects.setdefault(key, b"".join(views))
-        return done
-
-
-def page_values(namespace: str, tokens: Sequence[int]) -> list[torch.Tensor]:
-    """One value a page: derived from its chain key."""
-    keys = chain_keys(namespace, split_pages(tokens, SHAPE.page_tokens))
-    return [torch.tensor(int.from_bytes(key[:2], "little"), dtype=torch.float32) for key in keys]
 
 
 def compute(cache: TieredCache, namespace: str, tokens: Sequence[int], pages: list[int]) -> None:
@@ -129,17 +80,16 @@ def caches(
 def settled(cache: TieredCache) -> None:
     """No page is lost: all are in the list of free ones or in the tree."""
     assert cache.flush(timeout_ms=WAIT_MS)
-    if cache._prefetcher is not None:
-        cache._prefetcher.close()
+    prefetcher = cache._moves.prefetcher
+    if prefetcher is not None:
+        with cache._changed:
+            assert cache._changed.wait_for(lambda: not prefetcher._jobs, WAIT_MS / 1000)
+        assert not prefetcher._pages
     tree = cache._tree
     assert cache.device.free_count + tree.device_pages == cache.device.page_count
     if cache.host is not None:
         assert cache.host.free_count + tree.host_pages == cache.host.page_count
     assert not any(node.device_locks or node.host_locks or node.copying for node in tree.nodes())
-
-
-def prompt(number: int, pages: int) -> list[int]:
-    return [number * 1000 + i for i in range(pages * SHAPE.page_tokens + 1)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -315,14 +265,14 @@ def test_a63_ranks_agree_on_the_smallest_prefix_with_equal_numbers_of_calls() ->
 
 def test_fetching_is_refused_when_computing_is_cheaper() -> None:
     even = BreakEven()
-    assert even.worth_fetching()
+    assert even.worth_fetching(10)
     even.computed(10, 0.01)
     even.fetched(10, 1.0)
-    answers = [even.worth_fetching() for _ in range(64)]
+    answers = [even.worth_fetching(10) for _ in range(64)]
     assert answers.count(True) == 2  # it looks again from time to time
-    for _ in range(40):
+    for _ in range(80):
         even.fetched(10, 0.001)
-    assert even.worth_fetching()
+    assert even.worth_fetching(10)
     store = MemoryStore()
     with caches(store=store) as cache:
         serve(cache, prompt(0, 8))
