@@ -1,11 +1,17 @@
 """One process of an inference service: a model, its pages, and what is said to it line by line.
 
-Started by serve.py with its settings as JSON in the command line; answers a line of JSON for each.
+Started by service.py with its settings as JSON in the command line; answers each line with one.
 
     {"do": "serve", "tokens": [...], "new": 8}             prefill and decode here
     {"do": "prefill", "tokens": [...], "room": 5}          and write the pages into a decode replica
     {"do": "decode", "tokens": [...], "new": 8, "room": 5, "prefill": "p0"}   with pages from there
+    {"do": "measure", "pages": [4, 16]}                    fetching against computing, by length
+    {"do": "settle"}                                       what was computed is stored
     {"do": "report"}
+
+With "mark": "asked" or "layer" it stops once on the way (the store has just been asked; half of the
+layers are computed), says {"mark": ...}, and goes on with the next line it hears: there somebody is
+killed.
 """
 
 from __future__ import annotations
@@ -14,18 +20,18 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
-from decoder import LAYERS, MODEL_NAME, PAGE, SHAPE, Decoder, pages_of
+from decoder import LAYERS, PAGE, Decoder, model_name, pages_of
 
 from mooncake_py.errors import MooncakeError, OutOfSpace
 from mooncake_py.hicache.kv_pages import KvPages
 from mooncake_py.hicache.page_keys import PageFormat
 from mooncake_py.hicache.page_store import PageStore
 from mooncake_py.hicache.settings import HiCacheSettings
-from mooncake_py.hicache.tier_options import TierOptions
-from mooncake_py.hicache.tier_request import Load, Request
+from mooncake_py.hicache.tier_options import BreakEven, TierOptions
+from mooncake_py.hicache.tier_request import Request
 from mooncake_py.hicache.tiered_cache import TieredCache
 from mooncake_py.pd import (
     DecodeRank,
@@ -36,61 +42,82 @@ from mooncake_py.pd import (
     find_instance,
     publish_rank,
 )
+from mooncake_py.transfer import EngineOptions, Rdma
 
 CALL_MS = 20_000
-KEY_PREFIX = PageFormat(
-    model=MODEL_NAME, revision="", pool="kv", dtype="float32", layout="object",
-    page_tokens=PAGE, page_bytes=SHAPE.page_bytes,
-).prefix()  # fmt: skip
-LAYOUT = KvLayout(LAYERS, PAGE, SHAPE.head_count, SHAPE.head_dim * 4, model=MODEL_NAME)
-
-
-def hand_over_pool(pool: KvPages) -> KvPool:
-    """The engine's pages, as the hand-over sees them: a buffer a layer and plane."""
-    planes = pool.tensor.flatten(0, 1)
-    return KvPool(LAYOUT, [plane.numpy().view("u1").reshape(-1) for plane in planes])
 
 
 class Replica:
-    """settings: name, device_pages, host_pages, master ("" without L3), options of the tiers, and
-    role: "whole", "prefill" or "decode" (these two with the bootstrap's url)."""
+    """settings: name, attention, layout (of the host pool), device_pages, host_pages, master (""
+    without L3), options of the tiers; role: "whole", "prefill" or "decode" (these two with the
+    bootstrap's url, and the transports of the hand-over)."""
 
     def __init__(self, settings: dict[str, Any], stack: ExitStack) -> None:
         self.name, self.url = settings["name"], settings.get("bootstrap", "")
-        self.model = Decoder()
-        self.device = KvPages(SHAPE, settings["device_pages"])
+        self.model = Decoder(settings["attention"])
+        self.model_name = model_name(settings["attention"])
+        self.shape = self.model.shape
+        self.device = KvPages(self.shape, settings["device_pages"])
         self.cache: TieredCache | None = None
         self.prefill_rank: PrefillRank | None = None
         self.decode_rank: DecodeRank | None = None
+        self._mark = ""
         if settings["role"] == "decode":
-            self.decode_rank = stack.enter_context(DecodeRank(hand_over_pool(self.device)))
+            self.decode_rank = stack.enter_context(DecodeRank(*self._hand_over(settings)))
             return
         if settings["role"] == "prefill":
-            self.prefill_rank = stack.enter_context(PrefillRank(hand_over_pool(self.device)))
-            address = self.prefill_rank.address
-            publish_rank(self.url, self.name, LAYOUT, address, timeout_ms=CALL_MS)
+            self.prefill_rank = stack.enter_context(PrefillRank(*self._hand_over(settings)))
+            layout, address = self.prefill_rank.pool.layout, self.prefill_rank.address
+            publish_rank(self.url, self.name, layout, address, timeout_ms=CALL_MS)
         self.cache = stack.enter_context(self._cache(settings, stack))
+
+    def _hand_over(self, settings: dict[str, Any]) -> tuple[KvPool, EngineOptions]:
+        """The engine's pages, as the hand-over sees them: a buffer a layer and plane."""
+        shape = self.shape
+        layout = KvLayout(
+            LAYERS, PAGE, shape.head_count, shape.head_dim * 4, plane_count=shape.plane_count,
+            model=self.model_name,
+        )  # fmt: skip
+        planes = self.device.tensor.flatten(0, 1)
+        pool = KvPool(layout, [plane.numpy().view("u1").reshape(-1) for plane in planes])
+        names, _, device = settings["transports"].partition(":")
+        rdma = Rdma(devices=(device,)) if device else Rdma()
+        ways = tuple(names.split(",")) if names else EngineOptions().transports
+        return pool, EngineOptions(listen="127.0.0.1:0", transports=ways, rdma=rdma)
 
     def _cache(self, settings: dict[str, Any], stack: ExitStack) -> TieredCache:
         options = TierOptions(**{"prefetch_tokens_min": 2 * PAGE} | settings.get("options", {}))
-        host_pages, store = settings["host_pages"], None
-        host = KvPages(SHAPE, host_pages, layout="page_first") if host_pages else None
-        if settings.get("master"):
-            store = PageStore(HiCacheSettings(master=settings["master"]))
-            stack.callback(store.close)
-            memory = store.alloc(host_pages * SHAPE.page_bytes)  # which nodes map: one copy
-            stack.callback(memory.close)
-            host = KvPages(SHAPE, host_pages, layout="page_first", memory=memory.view())
-        return TieredCache(
-            self.device, host, store, key_prefix=KEY_PREFIX if store else "", options=options
-        )
+        count, layout, store = settings["host_pages"], settings["layout"], None
+        if not settings.get("master"):
+            return TieredCache(
+                self.device, KvPages(self.shape, count, layout=layout), options=options
+            )
+        store = PageStore(HiCacheSettings(master=settings["master"]))
+        stack.callback(store.close)
+        memory = store.alloc(count * self.shape.page_bytes)  # which nodes map: one copy
+        stack.callback(memory.close)
+        host = KvPages(self.shape, count, layout=layout, memory=memory.view())
+        prefix = PageFormat(
+            model=self.model_name, revision="", pool="kv", dtype="float32", layout="object",
+            page_tokens=PAGE, page_bytes=self.shape.page_bytes,
+        ).prefix()  # fmt: skip
+        return TieredCache(self.device, host, store, key_prefix=prefix, options=options)
+
+    # --- what is said ---
 
     def do(self, line: dict[str, Any]) -> dict[str, Any]:
         verbs: dict[str, Callable[..., dict[str, Any]]] = {
             "serve": self.serve, "prefill": self.prefill, "decode": self.decode,
-            "report": self.report,
+            "measure": self.measure, "settle": self.settle, "report": self.report,
         }  # fmt: skip
+        self._mark = line.pop("mark", "")
         return verbs[line.pop("do")](**line)
+
+    def _reached(self, mark: str) -> None:
+        if mark == self._mark:
+            self._mark = ""
+            print(json.dumps({"mark": mark}), flush=True)
+            sys.stdin.readline()
 
     def serve(self, tokens: list[int], new: int) -> dict[str, Any]:
         assert self.cache is not None
@@ -99,7 +126,7 @@ class Replica:
             logits = self._prefill(request, tokens)
             first_s = time.perf_counter() - began
             request.extend(pages_of(len(tokens) + new) - len(request.device_pages))
-            text, last, gaps = self._generate(request.device_pages, tokens, logits, new)
+            text, last, gaps = self._generate(request.device_pages, tokens, logits, new, request)
             request.commit(text)
             tiers = request.tier_pages
         return {
@@ -119,11 +146,9 @@ class Replica:
 
     def _prefill(self, request: Request, tokens: list[int], room: int | None = None) -> Any:
         """Logits of the last token; with a room, every layer is handed over once it is complete."""
-        assert self.cache is not None
+        self._reached("asked")
         request.wait()
-        load: Load | None = None
-        with suppress(OutOfSpace):  # then more is computed
-            load = request.load()
+        load = request.load()
         cached = request.cached_tokens
         request.extend(pages_of(len(tokens)) - len(request.device_pages))
         outgoing: Outgoing | None = None
@@ -132,14 +157,14 @@ class Replica:
             outgoing = self.prefill_rank.send(room, request.device_pages)
 
         def before(layer: int) -> None:
-            if load is not None:
-                load.wait_layer(layer)
+            load.wait_layer(layer)
 
         def after(layer: int) -> None:
             if outgoing is not None:
                 outgoing.write_layer(layer, timeout_ms=CALL_MS)
+            if layer == LAYERS // 2:
+                self._reached("layer")
 
-        began = time.perf_counter()
         try:
             pages = request.device_pages
             logits = self.model.prefill(self.device, pages, tokens, cached, before, after)
@@ -149,8 +174,7 @@ class Replica:
             if outgoing is not None:
                 outgoing.abort()
             raise
-        computed = pages_of(len(tokens)) - cached // PAGE
-        self.cache.report.break_even.computed(computed, time.perf_counter() - began)
+        request.first_token()
         return logits
 
     def decode(self, tokens: list[int], new: int, room: int, prefill: str) -> dict[str, Any]:
@@ -171,25 +195,54 @@ class Replica:
         return {"text": text, "last": last.tolist(), "gaps_s": gaps}
 
     def _generate(
-        self, pages: list[int], tokens: list[int], logits: Any, new: int
-    ) -> tuple[list[int], Any, list[float]]:
+        self, pages: list[int], tokens: list[int], logits: Any, new: int,
+        request: Request | None = None,
+    ) -> tuple[list[int], Any, list[float]]:  # fmt: skip
         text, gaps = list(tokens), []
         for _ in range(new):
             text.append(int(logits.argmax()))
             began = time.perf_counter()
             logits = self.model.decode(self.device, pages, text[-1], len(text) - 1)
             gaps.append(time.perf_counter() - began)
+            if request is not None:
+                request.next_token()
         return text, logits, gaps
 
+    # --- numbers ---
+
+    def measure(self, pages: list[int]) -> dict[str, Any]:
+        """[pages, seconds to fetch and load, seconds to compute] of prefixes nobody has seen."""
+        assert self.cache is not None
+        cache, rows = self.cache, []
+        policy, cache.report.break_even = cache.report.break_even, BreakEven()
+        for count in pages:
+            tokens = [(count + i * 31) % 256 for i in range(count * PAGE + 1)]
+            took = []
+            for _ in range(2):  # the first time it is computed and stored, the second it is there
+                began = time.perf_counter()
+                with cache.begin(tokens) as request:
+                    request.wait()
+                    request.load().wait()
+                    if not took:
+                        request.extend(pages_of(len(tokens)))
+                        self.model.prefill(self.device, request.device_pages, tokens, 0)
+                        took.append(time.perf_counter() - began)
+                        request.commit(tokens)
+                    elif request.tier_pages["L3"] == count:
+                        took.append(time.perf_counter() - began)
+                cache.flush(timeout_ms=CALL_MS)
+                cache.clear()
+                cache.report.break_even = BreakEven()
+            if len(took) == 2:
+                rows.append([count, took[1], took[0]])
+        cache.report.break_even = policy
+        return {"rows": rows}
+
+    def settle(self) -> dict[str, Any]:
+        return {} if self.cache is None else {"done": self.cache.flush(timeout_ms=CALL_MS)}
+
     def report(self) -> dict[str, Any]:
-        if self.cache is None:
-            return {"rows": []}
-        self.cache.flush(timeout_ms=CALL_MS)
-        even = self.cache.report.break_even
-        return {
-            "rows": list(self.cache.report.rows()),
-            "fetch_s": even.fetch_s, "compute_s": even.compute_s,
-        }  # fmt: skip
+        return {} if self.cache is None else self.settle() | self.cache.snapshot().to_json()
 
 
 def main() -> None:

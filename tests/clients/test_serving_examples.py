@@ -1,10 +1,12 @@
-"""The four ways to serve with cached KV give the logits of a run without a cache, bit for bit."""
+"""The ways to serve with cached KV give the logits of a run without a cache, bit for bit, also when
+a process is killed in the middle of a request."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree as Xml
 from pathlib import Path
 
 import pytest
@@ -13,43 +15,67 @@ pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = ROOT / "examples" / "serving" / "serve.py"
+TRACE = Path(os.environ.get("MOONCAKE_TRACES", "")) / "conversation_trace.jsonl"
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, requests: int = 6) -> dict[str, list[str]]:
+    """The report's rows, by name; a column each, the first without cache."""
     done = subprocess.run(
-        [sys.executable, str(SERVE), *arguments, "--requests", "6"],
+        [sys.executable, str(SERVE), *arguments, "--requests", str(requests)],
         capture_output=True, text=True, timeout=110, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 of 6 answers have the logits of the run without cache" in done.stdout
-    return done.stdout
+    lines = done.stdout.splitlines()
+    assert "answers have the logits of the run without cache" in lines[-1]
+    rows = {}
+    for line in lines:
+        name, *values = [word for word in line.split("  ") if word.strip()] or [""]
+        rows[name.strip()] = [value.strip() for value in values]
+    return rows
 
 
-def rows(report: str) -> dict[str, int]:
-    found = {}
-    for line in report.splitlines():
-        words = line.split()
-        if len(words) > 3 and words[0] == "pages":
-            found[words[2]] = int(words[3])
-    return found
+def test_f66_four_ways_in_one_report_beside_the_run_without_cache(tmp_path: Path) -> None:
+    drawn = tmp_path / "report.svg"
+    rows = run("all", "--picture", str(drawn), requests=8)
+    assert rows["answers with equal logits"] == ["8"] * 6
+    without, one, gateway, _, split, split_shared = rows["from L1"]
+    assert without == "0"
+    assert "0" not in (one, gateway, split, split_shared)
+    assert rows["from L3"][3] != "0", "what one replica computed is fetched by the other"
+    assert rows["bytes L2 to L3"][1:3] == ["0", "0"]
+    assert rows["recomputed"][0].endswith("(100%)")
+    for part in ("first token, p50", "match", "L3", "recompute", "between tokens, p50"):
+        assert len(rows[part]) == 6, part
+    assert any(name.startswith("shared: prefix in pages") for name in rows)
+    names = [text.text for text in Xml.parse(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"no cache", "one", "split-shared", "recompute"} <= set(names)
 
 
-@pytest.mark.parametrize("kill", ["", "replica"])
-def test_f66_one_process_or_two_behind_a_gateway(kill: str) -> None:
-    report = run("gateway", *(["--kill", kill] if kill else []))
-    if not kill:
-        assert rows(report)["L1"] > 0
+@pytest.mark.parametrize("architecture", ["one", "gateway"])
+def test_f66_a_replica_killed_while_it_computes(architecture: str) -> None:
+    run(architecture, "--kill", "each", requests=4)
 
 
-@pytest.mark.parametrize("kill", ["", "node", "master"])
-def test_f66_replicas_share_the_store(kill: str) -> None:
-    report = run("shared", *(["--kill", kill] if kill else []))
-    if not kill:
-        assert rows(report)["L3"] > 0, "what one replica computed is fetched by the other"
-        assert "fetch from L3" in report
+def test_f66_a_replica_a_node_and_the_master_killed_under_a_shared_store() -> None:
+    run("shared", "--kill", "each", requests=8)
 
 
-@pytest.mark.parametrize("kill", ["", "replica"])
-def test_f67_prefill_and_decode_in_two_processes(kill: str) -> None:
-    run("split-shared", *(["--kill", kill] if kill else []))
+@pytest.mark.parametrize(("architecture", "requests"), [("split", 6), ("split-shared", 10)])
+def test_f67_either_side_killed_in_the_middle_of_a_hand_over(
+    architecture: str, requests: int
+) -> None:
+    """And node and master, where there is a store."""
+    run(architecture, "--kill", "each", requests=requests)
+
+
+@pytest.mark.parametrize("way", ["tcp", "shm"])
+def test_f67_a_latent_cache_is_handed_over(way: str) -> None:
+    arguments = ("--attention", "mla", "--layout", "layer_first", "--hand-over", way)
+    run("split", *arguments, requests=4)
+
+
+@pytest.mark.skipif(not TRACE.is_file(), reason="MOONCAKE_TRACES names no folder of traces")
+def test_f66_conversations_of_a_published_trace_share_their_prefixes() -> None:
+    rows = run("one", "--trace", str(TRACE), requests=12)
+    assert rows["from L1"][1] != "0"
