@@ -8,9 +8,9 @@ group end together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -49,6 +49,8 @@ class PutJob:
     policy: ReplicaPolicy
     deadline: Deadline
     groups: Sequence[int] = ()  # per key, equal and above 0 = one fate; or empty
+    # Key -> generation of an attempt that was sealed, and whose commit came to nothing so far.
+    uncommitted: dict[bytes, int] = field(default_factory=dict)
 
     def select(self, which: Sequence[int]) -> PutJob:
         """The same for some of the keys."""
@@ -60,6 +62,7 @@ class PutJob:
             self.policy,
             self.deadline,
             [self.groups[i] for i in which] if self.groups else (),
+            self.uncommitted,
         )
 
 
@@ -169,8 +172,10 @@ class BatchWriter:
             statuses = self._master.put_end(
                 job.tenant, keys, generations, reserved=True, timeout_ms=job.deadline.left_ms()
             )
-            for i, code in zip(sealed, statuses.tolist(), strict=True):
+            for i, code, generation in zip(sealed, statuses.tolist(), generations, strict=True):
                 codes[i] = code
+                if code not in _SETTLED:
+                    job.uncommitted[job.keys[i]] = generation
         return codes
 
     def _pull_reserved(
@@ -218,7 +223,25 @@ class BatchWriter:
         codes: list[int] = grants.status.tolist()
         if errors.OK in codes:
             self._finish(job, grants, self._pull_all(grants, job), codes)
+        if job.uncommitted:
+            self._recognise(job, codes)
         return codes
+
+    def _recognise(self, job: PutJob, codes: list[int]) -> None:
+        """Is what exists our own earlier attempt? A master that has just begun does not know the
+        grants that the one before had not recorded; a moment later a node tells it what they
+        became, and it is an object. `codes` changes in place."""
+        met = [
+            i
+            for i, code in enumerate(codes)
+            if code == errors.ObjectExists.code and job.keys[i] in job.uncommitted
+        ]
+        if met:
+            keys = [job.keys[i] for i in met]
+            statuses = self._commit(job, keys, [job.uncommitted[key] for key in keys], ())
+            for i, code in zip(met, statuses.tolist(), strict=True):
+                if code == errors.OK:
+                    codes[i] = errors.OK
 
     # --- the nodes' part ---
 
@@ -286,6 +309,7 @@ class BatchWriter:
         generations: list[int] = grants.generations.tolist()
         if not any(codes) and not any(part.codes.any() for part in parts):
             codes[:] = self._commit(job, job.keys, generations, []).tolist()
+            self._note_uncommitted(job, generations, range(len(codes)), codes)
             return
         sealed: set[int] = set()
         failed: list[tuple[int, int]] = []
@@ -314,9 +338,19 @@ class BatchWriter:
             )
             for i, code in zip(commit, statuses.tolist(), strict=True):
                 codes[i] = code
+            self._note_uncommitted(job, generations, commit, codes)
             _one_fate(job.groups, codes)
         if revoke:
             self._revoke(job, generations, revoke)
+
+    @staticmethod
+    def _note_uncommitted(
+        job: PutJob, generations: Sequence[int], which: Iterable[int], codes: Sequence[int]
+    ) -> None:
+        if any(codes):
+            job.uncommitted.update(
+                (job.keys[i], generations[i]) for i in which if codes[i] not in _SETTLED
+            )
 
     def _commit(
         self,

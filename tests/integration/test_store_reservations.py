@@ -77,9 +77,6 @@ def test_batches_of_one_size_use_them_too(cluster: Cluster) -> None:
             assert all(isinstance(each, ObjectExists) for each in again)
 
 
-# Open: a put that is tried again over a master's restart can meet its own earlier grant, every
-# second run or so; the client cannot yet tell its own from another writer's.
-@pytest.mark.xfail(raises=ObjectExists, strict=False, reason="open defect: meets its own grant")
 def test_a42_reservations_of_a_master_that_is_gone_are_replaced(fresh_cluster: Cluster) -> None:
     with StoreClient(fresh_cluster.address, timeout_ms=20_000) as store:
         for i in range(20):
