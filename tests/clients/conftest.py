@@ -13,9 +13,11 @@ from mooncake_py.ops.cluster import Cluster, ClusterOptions
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers beside the tests, by name
 sys.path.insert(1, str(Path(__file__).parent.parent / "integration"))
+sys.path.insert(2, str(Path(__file__).parents[2] / "compat"))  # the package `mooncake`
 
-HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-collect_ignore_glob = [] if HAS_SGLANG else ["test_sglang_*.py"]
+ENGINES = ("sglang", "lmcache", "vllm")
+ABSENT = [name for name in ENGINES if importlib.util.find_spec(name) is None]
+collect_ignore_glob = [f"test_{name}*.py" for name in ABSENT]
 
 SEGMENT_BYTES = 96 << 20
 OPTIONS = ClusterOptions(node_count=2, segment_bytes=SEGMENT_BYTES)

@@ -1,4 +1,4 @@
-"""Stand-ins for the GPU packages that SGLang's modules import at their top and never use on a CPU.
+"""Stand-ins for packages that engines' modules import at their top and never use here.
 
 `install()` makes every name of ABSENT, and whatever lies below it, importable: a module whose
 attributes are ghosts. A ghost can be called, indexed, subclassed and used as a decorator (which
@@ -31,6 +31,8 @@ ABSENT = (
     "kernels",
     "IPython",
     "partial_json_parser",
+    "llguidance",
+    "openai_harmony",
 )
 
 NOT_EVEN_GHOSTS = ("get_current_target",)  # asked for to find out what device there is
@@ -91,10 +93,13 @@ class _GhostModule(ModuleType):
 
 
 class _Finder:
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".", maxsplit=1)[0] not in ABSENT:
+        if not any(name == each or name.startswith(each + ".") for each in self.names):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
@@ -111,4 +116,9 @@ def install() -> None:
 
     import_utils.is_torchvision_available()
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())  # type: ignore[arg-type]
+        sys.meta_path.append(_Finder(ABSENT))  # type: ignore[arg-type]
+
+
+def hide(*modules: str) -> None:
+    """Ghosts instead of these parts of a package that is there."""
+    sys.meta_path.insert(0, _Finder(modules))  # type: ignore[arg-type]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ import torch
 from sglang_engine import FULL, SWA, Engine
 
 from mooncake_py.ops.cluster import Cluster
-
-sys.path.insert(2, str(Path(__file__).parents[2] / "compat"))
 
 
 @pytest.fixture
