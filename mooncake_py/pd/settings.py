@@ -13,7 +13,7 @@ class HandOverSettings:
     sides send a pulse each `pulse_ms` while they share rooms."""
 
     pulse_ms: int = 150
-    silence_ms: int = 900
+    silence_ms: int = 750  # found within a second, then
     call_ms: int = 5_000  # for an offer's or a last word's answer
     orphan_ms: int = 30_000  # an offer for a room that the prefill side does not open
     orphans_max: int = 4_096

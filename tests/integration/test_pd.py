@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +22,6 @@ from mooncake_py.pd import (
     Bootstrap,
     DecodeRank,
     HandOverSettings,
-    Incoming,
     KvPool,
     PrefillInstance,
     PrefillRank,
@@ -331,101 +324,10 @@ def test_a84_hostile_words_change_nothing() -> None:
         decoder.check([1, 2], [3, 4])
 
 
-# --- processes ---
-
-
-class Peer:
-    """A prefill rank in another process."""
-
-    def __init__(self, url: str, transport: str = "shm") -> None:
-        program = str(Path(__file__).with_name("pd_peer.py"))
-        self.process = subprocess.Popen(
-            [sys.executable, program, url, "p", "0", "1", transport],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-        )  # fmt: skip
-
-    def say(self, words: str) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(words + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> str:
-        assert self.process.stdout
-        return self.process.stdout.readline().strip()
-
-    def do(self, words: str) -> str:
-        self.say(words)
-        return self.hear()
-
-
 @pytest.fixture
 def url() -> Iterator[str]:
     with Bootstrap() as bootstrap:
         yield bootstrap.url
-
-
-@pytest.fixture
-def peer(url: str, request: pytest.FixtureRequest) -> Iterator[Peer]:
-    other = Peer(url, getattr(request, "param", "shm"))
-    yield other
-    other.process.send_signal(signal.SIGCONT)
-    other.process.kill()
-    other.process.wait()
-    for stream in (other.process.stdin, other.process.stdout):
-        with contextlib.suppress(OSError):
-            stream.close()  # type: ignore[union-attr]
-
-
-def started(url: str, peer: Peer, decoder: Decoder) -> Incoming:
-    instance = find_instance(url, "p", timeout_ms=CALL_MS)
-    incoming = decoder.rank.receive(5, [1, 2], instance, timeout_ms=CALL_MS)
-    assert peer.do("send 5 8 9") == "ok"
-    assert peer.do("layer 0") == "ok"
-    incoming.wait_layer(0, timeout_ms=CALL_MS)
-    return incoming
-
-
-@pytest.mark.parametrize("peer", ["shm", "tcp"], indirect=True)
-def test_f26_another_process_sends(url: str, peer: Peer) -> None:
-    decoder = Decoder(options=EngineOptions(listen="127.0.0.1:0"))
-    with decoder.rank:
-        incoming = started(url, peer, decoder)
-        for layer in (1, 2, 3):
-            assert peer.do(f"layer {layer}") == "ok"
-        assert peer.do("finish") == "ok"
-        incoming.wait(timeout_ms=CALL_MS)
-        decoder.check([1, 2], [8, 9])
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a53_a_dead_sender_ends_the_room(url: str, peer: Peer, how: signal.Signals) -> None:
-    decoder = Decoder()
-    with decoder.rank:
-        incoming = started(url, peer, decoder)
-        began = time.monotonic()
-        peer.process.send_signal(how)
-        with pytest.raises(PeerUnreachable, match="was not heard") as caught:
-            incoming.wait(timeout_ms=CALL_MS)
-        assert time.monotonic() - began < 8  # a second, and whatever two busy cores add
-        assert caught.value.context["silent_ms"] > 900
-        for buffer in decoder.memory:
-            buffer[:] = 0xEE
-        if how == signal.SIGSTOP:  # it wakes up and goes on: nothing of it arrives
-            peer.process.send_signal(signal.SIGCONT)
-            assert peer.do("layer 1") != "ok"
-            assert all((buffer == 0xEE).all() for buffer in decoder.memory)
-        assert not decoder.rank._reserved
-
-
-def test_a53_a_dead_receiver_ends_the_room(url: str, peer: Peer) -> None:
-    """Here the receiver dies: it is closed without a word, as a killed process is."""
-    decoder = Decoder()
-    started(url, peer, decoder)
-    decoder.rank._stop.set()
-    decoder.rank.engine.close()
-    assert peer.do("layer 1") == "PeerUnreachable"
-    decoder.rank._pulse.join()
 
 
 def test_a49_a_bootstrap_knows_complete_instances_only(url: str) -> None:
