@@ -262,3 +262,9 @@ class Catalog:
         `durable_puts`: a put is acknowledged once it is recorded. Answers records that must be
         durable before any other of this term."""
         return [recovery.begin_term(self.state, term, now_ms, foreign_until_ms, durable_puts)]
+
+    def raise_term(self, term: int) -> list[bytes]:
+        """Go on in a greater term that is durable by now, since a mount wanted it
+        (`Applied.term_wanted`): what is granted from now on is younger than all that can come to
+        light. Answers records."""
+        return [recovery.raise_term(self.state, term)] if term > self.state.term else []

@@ -477,3 +477,4 @@ class Applied:
     records: list[bytes] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
     durable_first: bool = False
+    term_wanted: int = 0  # refused until this master has begun this term (`Catalog.raise_term`)

@@ -83,6 +83,12 @@ class EmbeddedStore:
         self._sequence += len(rows)
         return self._sequence
 
+    def raise_term(self, term: int) -> None:
+        with self._transaction() as db:
+            (before,) = db.execute("SELECT value FROM meta WHERE name = 'term'").fetchone()
+            if term > int(before):
+                db.execute("UPDATE meta SET value = ? WHERE name = 'term'", (b"%d" % term,))
+
     def write_snapshot(self, snapshot: bytes | bytearray, sequence: int) -> None:
         with self._transaction() as db:
             row = (sequence, snapshot, zlib.crc32(snapshot))

@@ -134,7 +134,7 @@ class EtcdClient:
 
     def __init__(self, address: EtcdAddress, clock: Clock) -> None:
         self._address = address
-        self._clock = clock
+        self.clock = clock
         credentials = _credentials(address)
         self._members = [_Member(m, _channel(m, credentials)) for m in address.members]
         self._current = 0
@@ -204,7 +204,7 @@ class EtcdClient:
     # --- one call -------------------------------------------------------------------------------
 
     def _call(self, call: EtcdCall, request: Any, timeout_ms: int) -> Any:
-        deadline = Deadline(timeout_ms, self._clock)
+        deadline = Deadline(timeout_ms, self.clock)
         failure: MasterUnavailable | None = None
         while not self._closed:
             for member in self._in_order():
@@ -284,7 +284,7 @@ class EtcdClient:
             kind.UNAVAILABLE, kind.DEADLINE_EXCEEDED, kind.CANCELLED, kind.INTERNAL, kind.UNKNOWN
         ):  # fmt: skip
             raise self._unavailable(call, details) from None
-        member.aside_until_ms = self._clock.now_ms() + ASIDE_MS
+        member.aside_until_ms = self.clock.now_ms() + ASIDE_MS
         log.debug("etcd member %s: %s", member.address, details)
         if not call.repeatable and not _never_sent(code, details):
             raise Unclear(f"{call.name} of {self._address}: {details}") from None
@@ -292,7 +292,7 @@ class EtcdClient:
 
     def _in_order(self) -> list[_Member]:
         """The last good one first; those that failed lately last."""
-        now_ms = self._clock.now_ms()
+        now_ms = self.clock.now_ms()
         turned = self._members[self._current :] + self._members[: self._current]
         return sorted(turned, key=lambda member: max(0, member.aside_until_ms - now_ms))
 
@@ -313,21 +313,21 @@ class Watch:
         self._client = client
         self._prefix = prefix
         self.revision = after_revision  # everything up to it was given
-        self.heard_ms = client._clock.now_ms()  # when a member answered last
+        self.heard_ms = client.clock.now_ms()  # when a member answered last
         self._stream: _Stream | None = None
         self._quiet_until_ms = 0
         self._closed = False
 
     def events(self, timeout_ms: int) -> list[pb.WatchEvent]:
         """What happened; empty when nothing did within the time. Compacted: read all again."""
-        deadline = Deadline(timeout_ms, self._client._clock)
+        deadline = Deadline(timeout_ms, self._client.clock)
         while not self._closed:
             stream = self._stream
             if stream is None:
                 stream = self._stream = self._open()
             response = stream.next(min(deadline.left_ms(), SIGN_MS))
             if response is not None:
-                self.heard_ms = self._client._clock.now_ms()
+                self.heard_ms = self._client.clock.now_ms()
             if response is None and not stream.lost():
                 if deadline.passed():
                     return []
@@ -362,7 +362,7 @@ class Watch:
         self._stream = None
         if response is not None and response.compact_revision:
             raise Compacted(f"{self._prefix!r} is compacted up to {response.compact_revision}")
-        now_ms = self._client._clock.now_ms()
+        now_ms = self._client.clock.now_ms()
         stream.member.aside_until_ms = now_ms + ASIDE_MS
         why = response.cancel_reason if response is not None else stream.why
         level = logging.INFO if now_ms >= self._quiet_until_ms else logging.DEBUG
@@ -377,11 +377,11 @@ class _Stream:
     def __init__(self, client: EtcdClient, member: _Member, create: pb.WatchRequest) -> None:
         self.member = member
         self.why = "silent"
-        self._clock = client._clock
+        self.clock = client.clock
         self._requests: queue.SimpleQueue[pb.WatchRequest | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._requests.put(create)
-        self._heard_ms = self._clock.now_ms()
+        self._heard_ms = self.clock.now_ms()
         self._call: Any = None
         self._ended = False
         self._thread = threading.Thread(
@@ -398,11 +398,11 @@ class _Stream:
                 self._requests.put(pb.WatchRequest(progress_request=pb.WatchProgressRequest()))
             return None
         if response is not None:
-            self._heard_ms = self._clock.now_ms()
+            self._heard_ms = self.clock.now_ms()
         return response
 
     def lost(self) -> bool:
-        return self._ended or self._clock.now_ms() - self._heard_ms > SILENT_MS
+        return self._ended or self.clock.now_ms() - self._heard_ms > SILENT_MS
 
     def cancel(self) -> None:
         self._requests.put(None)

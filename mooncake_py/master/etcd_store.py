@@ -51,6 +51,7 @@ _PAGE_KEYS = 1_024
 class Identity:
     cluster_id: str
     secret: bytes
+    born_ms: int = 0  # when it was made
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,8 @@ class EtcdLog:
         """The cluster's, made by whoever asks first."""
         key = f"{self.prefix}cluster".encode()
         fresh = {
-            "layout": LAYOUT, "cluster_id": uuid.uuid4().hex, "secret": secrets.token_hex(32)
+            "layout": LAYOUT, "cluster_id": uuid.uuid4().hex, "secret": secrets.token_hex(32),
+            "born_ms": self._client.clock.now_ms(),
         }  # fmt: skip
         value = json.dumps(fresh).encode()
         with suppress(Unclear):  # what is there now says it
@@ -112,7 +114,8 @@ class EtcdLog:
                 f"writes {LAYOUT}",
                 remedy="use the release that wrote it, or another prefix",
             )
-        return Identity(found["cluster_id"], bytes.fromhex(found["secret"]))
+        secret, born_ms = bytes.fromhex(found["secret"]), int(found.get("born_ms", 0))
+        return Identity(found["cluster_id"], secret, born_ms)
 
     def newest_snapshot(self) -> tuple[bytes | None, int, int]:
         """The newest undamaged snapshot, its sequence, and how many damaged ones were met."""
@@ -244,7 +247,14 @@ class EtcdStore:
             last = entry.last
         self.lead(won, last)
         return Loaded(
-            identity.cluster_id, identity.secret, won.term, snapshot, records, last, corrupt
+            identity.cluster_id,
+            identity.secret,
+            won.term,
+            snapshot,
+            records,
+            last,
+            corrupt,
+            identity.born_ms,
         )
 
     def lead(self, session: Session, sequence: int) -> None:
@@ -275,6 +285,13 @@ class EtcdStore:
                 continue
             self._sequence += len(rest)
             return self._sequence
+
+    def raise_term(self, term: int) -> None:
+        session = self._leading()
+        key = f"{self.address.prefix}term".encode()
+        kv, _ = self.client.get(key, CALL_MS)
+        if kv is None or int(kv.value) < term:
+            self._put(session, key, b"%d" % term)
 
     def write_snapshot(self, snapshot: bytes | bytearray, sequence: int) -> None:
         """See `MetadataStore.write_snapshot`. In the background: it is there before `close`

@@ -9,6 +9,7 @@ implementation to:
 * `load` begins a term (`first_term` in a store that is new): its number is greater than that of
   every earlier `load`, and durable before it is returned. While one process has a store loaded, no
   other can.
+* `raise_term` goes on in a greater term; it is durable when it returns, and later ones are above.
 * After `write_snapshot(snapshot, sequence)` a load gives that snapshot and the records above
   `sequence` only. A store keeps the snapshot before as well and falls back to it when the newest
   one is damaged.
@@ -63,6 +64,9 @@ class MetadataStore(Protocol):
 
     def append(self, records: Sequence[bytes]) -> int:
         """Make records durable, together. Returns the sequence number of the last one."""
+
+    def raise_term(self, term: int) -> None:
+        """Terms that are begun from now on are above this one. A smaller one changes nothing."""
 
     def write_snapshot(self, snapshot: bytes | bytearray, sequence: int) -> None:
         """Replace what came before by a snapshot that contains all records up to `sequence`, which

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake_py.errors import ObjectNotFound, UsageError
+from mooncake_py.errors import Backpressure, ObjectNotFound, UsageError
 from mooncake_py.master import records, recovery
 from mooncake_py.master.allocator import UNIT_BYTES
 from mooncake_py.master.commands import Applied, Done, Heartbeat, Mount, Mounted, Refused, Unmount
@@ -46,6 +46,10 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     conflict = members.conflict(command, now_ms)
     if conflict:
         return Applied(Refused(UsageError.code, conflict))
+    term = recovery.term_wanted(state, command, now_ms)
+    if term:
+        cause = f"what {command.node!r} holds may be younger than this term: {term} is begun first"
+        return Applied(Refused(Backpressure.code, cause), term_wanted=term)
     work = Work()
     if command.disk_id:
         segment = members.find_disk(command)

@@ -16,6 +16,8 @@ Rules:
   once the nodes are told, too (unsealer.py). While the store
   refuses writes, calls that change the catalog are refused with its words; what is already in the
   catalog stays queued and is written, in order, once the store accepts writes again.
+* A mount may have to wait for a greater term (recovery.py): the writer makes it durable, the owner
+  begins it with a later mount. Until then what the node holds is not taken over.
 * What the process may do at all the gate says, call by call: a leader that cannot prove its lease
   serves nothing, or reads only. With a store that others may take over, commits of puts are
   durable-first, too.
@@ -40,7 +42,7 @@ from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.unsealer import Both, Unsealer
 from mooncake_py.master.writer import Base, Writer
 from mooncake_py.metrics import Metrics
-from mooncake_py.wire.lane import HEARTBEAT, METHODS, PUT_END, Method
+from mooncake_py.wire.lane import HEARTBEAT, METHODS, MOUNT, PUT_END, Method
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +228,11 @@ class Owner:
             self._failed[method.number].value += 1
             call.reply(self._service.refuse(method, obstacle))
             return
+        if method is MOUNT and (records := self._service.raise_term(self._writer.raised_term)):
+            self._record(records, [])
         answer = self._service.handle(method, call.payload, now_ms)
+        if answer.term_wanted:
+            self._writer.raise_term(answer.term_wanted)
         if answer.again:
             if not self._inbox.put(call):
                 self._refuse_busy(call)

@@ -60,13 +60,25 @@ def begin_term(
     return record
 
 
-def _skip_terms(state: CatalogState, term: int) -> None:
-    """Extents of this term have come to light, of a master that nothing is known of: from now on
-    generations are above all of its."""
-    above = (term + 1) << _GENERATION_BITS
-    if above > state.next_generation:
-        state.next_generation = state.unrecorded.first_generation = above
-        state.unrecorded.deepen(above)
+def term_wanted(state: CatalogState, command: Mount, now_ms: int) -> int:
+    """Extents of a master that nothing is known of come to light, and they may look younger than
+    what this one grants: the term that is above all of theirs. 0: this one is. Nothing of theirs is
+    taken over before that term is durable, since a later master must find its own above it, too."""
+    if not (command.foreign and command.recovers and command.segment_id):
+        return 0
+    adopts = now_ms < state.unrecorded.foreign_until_ms
+    return command.former_term + 1 if adopts and command.former_term >= state.term else 0
+
+
+def raise_term(state: CatalogState, term: int) -> bytes:
+    """See `Catalog.raise_term`."""
+    above = term << _GENERATION_BITS
+    record = state.unrecorded.raise_to(above)
+    state.term = term
+    state.members.next_segment_id = max(state.members.next_segment_id, term << _SEGMENT_BITS)
+    state.next_generation = above
+    state.generation_mark = above + (1 << _GENERATION_BITS)
+    return record
 
 
 def refresh(state: CatalogState, now_ms: int) -> None:
@@ -121,8 +133,7 @@ def former_segment(state: CatalogState, command: Mount, now_ms: int) -> Segment 
 
 
 def _adopt_segment(state: CatalogState, command: Mount, now_ms: int) -> Segment:
-    """One of a cluster whose records are lost. Generations go on above all it may hold."""
-    _skip_terms(state, command.former_term)
+    """One of a cluster whose records are lost. This term is above all it may hold."""
     segment = state.members.add(command, command.segment_id, now_ms)
     segment.recorded = segment.compared = False
     segment.owed = [(1, state.unrecorded.first_generation)]

@@ -50,6 +50,7 @@ class Answer:
     code: int = 0
     records: list[bytes] = field(default_factory=list)
     durable_first: bool = False
+    term_wanted: int = 0  # refused until this term is durable and begun
     again: bool = False  # there is no reply yet: handle the same call once more, after others
     orders: Sequence[Order] = ()  # for nodes, to be carried out before the reply
 
@@ -99,7 +100,9 @@ class Service:
             self._keep(applied.effects)
             if isinstance(applied.reply, c.Refused):
                 error = error_of(applied.reply.code, applied.reply.cause)
-                return self._refused(method, error, applied.records)
+                refused = self._refused(method, error, applied.records)
+                refused.term_wanted = applied.term_wanted
+                return refused
             if isinstance(applied.reply, c.Again):
                 return Answer(b"", records=applied.records, again=True)
             return Answer(
@@ -127,6 +130,14 @@ class Service:
         self.behind = isinstance(applied.reply, c.Done) and applied.reply.more
         self._keep(applied.effects)
         return applied.records
+
+    def raise_term(self, term: int) -> list[bytes]:
+        """Go on in this term, which is durable; its records. A smaller one changes nothing."""
+        if term <= self._cluster.term:
+            return []
+        log.warning("what a lost cluster left is as young as this one: term %d begins", term)
+        self._cluster = replace(self._cluster, term=term)
+        return self._catalog.raise_term(term)
 
     def slices(self, now_ms: int) -> Slices:
         """Begin a snapshot."""

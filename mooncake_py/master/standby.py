@@ -10,6 +10,8 @@ Rules:
 * What a former leader wrote is read after the campaign was won: from then on it cannot write.
 * While this master does not lead, every call is answered `NotLeader` with whom to ask. While it
   leads, the gate asks `Leadership` at every call (election.py).
+* Metadata that was deleted is a new cluster: it is led from nothing, and nodes of the lost one
+  bring their objects (recovery.py).
 * A term that has ended is left as a whole: its catalog is thrown away and read again from etcd.
 """
 
@@ -309,6 +311,7 @@ class Contender:
         while not self._stop.is_set():
             follower = Follower(self._store, Shadow(self._setup.catalog))
             try:
+                self._identity = self._store.log.identity()
                 follower.load()
                 self._in_touch, self._heard_ms = True, self._setup.clock.now_ms()
                 session = self._follow(follower)
@@ -364,6 +367,7 @@ class Contender:
         store = self._store.borrowed()
         store.lead(session, follower.sequence)
         try:
+            self._check_identity()
             follower.catch_up()
             store.lead(session, follower.sequence)
             catalog = Catalog(self._setup.catalog)
@@ -373,7 +377,10 @@ class Contender:
                 snapshot, log_records = follower.everything()
                 report = catalog.restore(snapshot, log_records, self._setup.clock.now_ms())
             first_records = catalog.begin_term(
-                session.term, self._setup.clock.now_ms(), durable_puts=True
+                session.term,
+                self._setup.clock.now_ms(),
+                self._identity.born_ms + self._setup.catalog.recovery_ms,
+                durable_puts=True,
             )
             claim = Claim(
                 self._identity.cluster_id,
@@ -400,6 +407,13 @@ class Contender:
             self._leader = session.successor
             self._reign = None
             reign.close()
+
+    def _check_identity(self) -> None:
+        """Somebody may have deleted everything that this master had followed. Then it is nobody's
+        log, and the nodes say what there is."""
+        now = self._store.log.identity()
+        if now != self._identity:
+            raise MasterUnavailable("the metadata in etcd is another cluster's than before")
 
     def _gate_of(self, session: Session, catalog: Catalog) -> Gate:
         clock = self._setup.clock

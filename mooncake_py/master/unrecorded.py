@@ -102,11 +102,19 @@ class Unrecorded:
         """A master begins; the record that says what its predecessors may have left. With
         `durable_puts` they acknowledged nothing that is not in the log."""
         self.durable_puts = durable_puts
-        if self.horizon < first_generation and not durable_puts:
-            self.voids.append((self.horizon, first_generation))
+        if self.horizon < first_generation and (not durable_puts or self.horizon == 1):
+            self.voids.append((self.horizon, first_generation))  # horizon 1: there is no record yet
         if len(self.voids) > _VOIDS_MAX:
             self.voids[:2] = [(self.voids[0][0], self.voids[1][1])]
         self.horizon = self.first_generation = first_generation
+        return records.encode(records.Recorded(first_generation, self.voids, ()))
+
+    def raise_to(self, first_generation: int) -> bytes:
+        """This master goes on with younger generations, above all that can come to light; the
+        record that says so."""
+        self.voids.append((self.horizon, first_generation))
+        self.horizon = self.first_generation = first_generation
+        self._deepen(first_generation)
         return records.encode(records.Recorded(first_generation, self.voids, ()))
 
     def learn(self, record: records.Recorded) -> None:
@@ -145,7 +153,7 @@ class Unrecorded:
         else:
             self._graves.update(((record.tenant, key), record.below) for key in record.keys)
 
-    def deepen(self, below: int) -> None:
+    def _deepen(self, below: int) -> None:
         """Extents may come to light that look younger than this master: whatever was buried was
         older than all its own."""
         self._graves = dict.fromkeys(self._graves, below)

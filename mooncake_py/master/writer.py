@@ -49,7 +49,14 @@ class _Snapshot:
     base: Base
 
 
-_Entry = _Commit | _Snapshot | Base
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """The store's term is to be at least this."""
+
+    number: int
+
+
+_Entry = _Commit | _Snapshot | Base | _Term
 
 
 def _is_commit(entry: _Entry) -> bool:
@@ -58,7 +65,7 @@ def _is_commit(entry: _Entry) -> bool:
 
 class Writer:
     """Owns the store from `start` to `close`. `commit` and `snapshot` are for the owner thread,
-    whose order is kept; `refuse` makes the reply of a call that failed."""
+    whose order is kept, as is `raise_term`; `refuse` makes the reply of a call that failed."""
 
     def __init__(
         self,
@@ -78,6 +85,7 @@ class Writer:
         self._pressing = False  # somebody waits for what is queued
         self._closing = False
         self._failure: MooncakeError | None = None
+        self.raised_term = 0  # durable; of the last `raise_term`
         self._commits = metrics.counter("metadata_commits_total", "Transactions of records")
         self._records = metrics.counter("metadata_records_total", "Records made durable")
         self._snapshots = metrics.counter("metadata_snapshots_total", "Snapshots written")
@@ -97,6 +105,10 @@ class Writer:
 
     def commit(self, records: Sequence[bytes], replies: list[tuple[Call, bytes]]) -> None:
         self._queue(_Commit(records, replies), sum(map(len, records)), pressing=bool(replies))
+
+    def raise_term(self, term: int) -> None:
+        """Have a greater term made durable; `raised_term` tells when it is."""
+        self._queue(_Term(term), 0, pressing=True)
 
     def begin_snapshot(self) -> Base:
         """A snapshot is begun that has all records queued so far."""
@@ -160,6 +172,11 @@ class Writer:
             head = backlog[0]
             if isinstance(head, Base):
                 head.sequence = self._sequence
+                del backlog[0]
+                continue
+            if isinstance(head, _Term):
+                self._store.raise_term(head.number)
+                self.raised_term = max(self.raised_term, head.number)
                 del backlog[0]
                 continue
             if isinstance(head, _Snapshot):

@@ -36,6 +36,19 @@ class MetadataBattery:
         assert len({(loaded.cluster_id, loaded.secret) for loaded in seen}) == 1
         assert seen[0].term < seen[1].term < seen[2].term
 
+    def test_a_term_that_was_raised_stays_below_all_later_ones(self) -> None:
+        store = self.open_store()
+        raised = store.load().term + 1_000
+        store.raise_term(raised)
+        store.raise_term(raised - 500)  # changes nothing
+        store.append([b"goes on"])
+        store.close()
+        again = self.open_store()
+        loaded = again.load()
+        again.close()
+        assert loaded.term > raised
+        assert loaded.records == [b"goes on"]
+
     def test_records_come_back_in_order(self) -> None:
         records = [b"", b"\x00", b"x" * 100_000, *(b"%d" % i for i in range(500))]
         store = self.open_store()

@@ -20,10 +20,11 @@ from etcd_cluster import EtcdCluster, needs_etcd
 from masters import CLOCK, Load, Masters, T, until, value_of
 
 from mooncake_py import StoreClient
-from mooncake_py.errors import NotLeader
+from mooncake_py.errors import MooncakeError, NotLeader
 from mooncake_py.master.client import MasterClient
 from mooncake_py.model import ReplicaPolicy
 from mooncake_py.wire import answers, lane
+from mooncake_py.wire.etcd import pb
 
 pytestmark = needs_etcd
 
@@ -247,3 +248,45 @@ def test_f11_a25_all_masters_killed_and_started_again_know_everything(
         with StoreClient(masters.address) as client:
             load.check(client)
         print(f"first successful put after all masters were started again: {took_ms} ms")
+
+
+def test_f64_a_deleted_prefix_of_etcd_is_a_new_cluster_with_all_objects(
+    tmp_path: Path, etcd: EtcdCluster
+) -> None:
+    """Twice within a minute, so that first terms, which count minutes, do not grow in between."""
+    with Masters(tmp_path, etcd, 2, node_count=2) as masters, closing(etcd.client()) as admin:
+        with StoreClient(masters.address, timeout_ms=T) as client:
+            keys = [f"k{i}" for i in range(100)]
+            removed = [f"removed{i}" for i in range(20)]
+            assert not any(client.put_batch(keys + removed, [*map(value_of, keys + removed)]))
+            assert not any(client.remove(removed))  # type: ignore[arg-type]
+            for life in range(2):
+                before = _cluster(masters.address)
+                everything = pb.DeleteRangeRequest(key=b"/mooncake/", range_end=b"/mooncake0")
+                admin.txn([], [pb.RequestOp(request_delete_range=everything)], timeout_ms=T)
+                _wait_for_another(masters.address, before[0], len(keys))
+                assert client.get_batch(keys) == [*map(value_of, keys)], masters.said()
+                assert not any(client.exists(removed))
+                keys.append(f"life{life}")
+                client.put(keys[-1], value_of(keys[-1]))
+        leader = masters.leader()
+        assert leader is not None
+        masters.kill(leader)  # what was adopted is in the log of the new cluster
+        with StoreClient(masters.address, timeout_ms=T) as client:
+            until(lambda: client.exists(keys[-1]), 2 * T, "the other one leads")
+            assert client.get_batch(keys) == [*map(value_of, keys)], masters.said()
+
+
+def _wait_for_another(address: str, before: str, count: int) -> None:
+    until(lambda: _cluster(address)[0] not in ("", before), 2 * T, "another cluster")
+    until(lambda: _cluster(address)[1] == count, 2 * T, "all objects are back")
+
+
+def _cluster(address: str) -> tuple[str, int]:
+    """Its id, and how many objects it serves."""
+    try:
+        with closing(MasterClient(address)) as master:
+            cluster_id = master.connect(timeout_ms=1_000).cluster_id
+            return cluster_id, master.status(timeout_ms=1_000).objects
+    except MooncakeError:
+        return "", -1

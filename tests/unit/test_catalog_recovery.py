@@ -9,6 +9,7 @@ from catalog_model import Driver, check_invariants, grant_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake_py.errors import Backpressure
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
     Granted,
@@ -21,6 +22,7 @@ from mooncake_py.master.commands import (
     Mounted,
     Name,
     PutStart,
+    Refused,
     Remove,
     Unmount,
 )
@@ -43,14 +45,17 @@ class ModelNode:
             int, tuple[int, int, Name, int]
         ] = {}  # offset -> length, gen, name, group
 
-    def mount(self, master: Driver, *, warm: bool = False) -> Mounted:
-        command = Mount(
+    def command(self, *, warm: bool = False) -> Mount:
+        return Mount(
             self.name, self.incarnation, f"{self.name}:{self.incarnation}", 1, self.nbytes,
             self.name, self.segment_id, recovers=True, foreign=self.foreign, warm=warm,
             keeps=self.keeps, former_term=self.term,
         )  # fmt: skip
-        reply = self._apply(master, command)
+
+    def mount(self, master: Driver, *, warm: bool = False) -> Mounted:
+        reply = self._apply(master, self.command(warm=warm))
         assert isinstance(reply, Mounted)
+        self.term = max(self.term, master.catalog.state.term)
         if self.segment_id and reply.segment_id != self.segment_id:
             self.sealed.clear()
         self.segment_id, self.foreign = reply.segment_id, False
@@ -58,6 +63,9 @@ class ModelNode:
 
     def _apply(self, master: Driver, command: Mount | Inventory) -> object:
         applied = master.apply(command)
+        if applied.term_wanted:  # by now it is durable
+            master.log += master.catalog.raise_term(applied.term_wanted)
+            applied = master.apply(command)
         for effect in applied.effects:
             if effect.segment_id == self.segment_id:
                 self.unseal(effect.rows)
@@ -118,13 +126,14 @@ class Cluster:
     def __init__(self, *names: str) -> None:
         self.driver = Driver(settings=SETTINGS)
         self.term = 0
+        self.durable = 0  # records of the log that a crash leaves
         self.nodes = {name: ModelNode(name) for name in names}
         self.begin(Catalog(SETTINGS))
         for node in self.nodes.values():
             node.mount(self.driver)
 
     def begin(self, catalog: Catalog, *, foreign_until_ms: int = 0, term: int = 0) -> None:
-        self.term = term or self.term + 1
+        self.term = term or max(self.term, self.driver.catalog.state.term) + 1
         self.driver.catalog = catalog
         first = catalog.begin_term(self.term, self.driver.now_ms, foreign_until_ms)
         self.driver.log += first
@@ -167,11 +176,11 @@ class Cluster:
         if nodes:
             self.return_all()
 
-    def forget(self) -> None:
+    def forget(self, term: int = 0) -> None:
         """The database is deleted, too."""
         self.driver.log.clear()
         until = self.driver.now_ms + SETTINGS.recovery_ms
-        self.begin(Catalog(SETTINGS), foreign_until_ms=until, term=self.term + 10)
+        self.begin(Catalog(SETTINGS), foreign_until_ms=until, term=term or self.term + 10)
         for node in self.nodes.values():
             node.foreign = True
 
@@ -435,3 +444,43 @@ def test_f64_a_group_comes_back_as_a_whole_or_not_at_all(missing: bool) -> None:
     if not missing:
         cluster.remove(b"g2")
         assert cluster.keys() == []  # one fate
+
+
+def test_f64_lost_clusters_of_the_same_minute_leave_nothing_that_looks_younger() -> None:
+    """The database is deleted again and again, faster than first terms (minutes) grow, and in
+    between the master is killed before anything it acknowledged is in its log."""
+    cluster = Cluster("a", "b")
+    minute = cluster.term
+    stored: list[bytes] = []
+    for life in range(4):
+        for i in range(3):
+            stored.append(b"life%d/%d" % (life, i))
+            cluster.put(stored[-1])
+        if life % 2:  # killed: of its last puts the log has nothing
+            cluster.crash(len(cluster.driver.log) - cluster.durable)
+        else:
+            cluster.forget(term=minute)
+            cluster.return_all()
+        assert cluster.keys() == sorted(stored)
+        cluster.durable = len(cluster.driver.log)
+    generations = [cluster.put(b"after%d" % i) for i in range(2)]
+    held = [each[1] for node in cluster.nodes.values() for each in node.sealed.values()]
+    assert sorted(held)[-2:] == generations
+
+
+def test_f64_a_mount_of_younger_extents_waits_for_a_term_that_is_durable() -> None:
+    cluster = Cluster("a", "b")
+    cluster.put(b"k", replica_count=2)
+    cluster.driver.log.clear()
+    until = cluster.driver.now_ms + SETTINGS.recovery_ms
+    cluster.begin(Catalog(SETTINGS), foreign_until_ms=until, term=cluster.term)
+    node = cluster.nodes["a"]
+    node.foreign = True
+    before = len(cluster.driver.log)
+    for _ in range(2):  # for as long as the term is not raised
+        applied = cluster.driver.apply(node.command())
+        assert isinstance(applied.reply, Refused)
+        assert applied.reply.code == Backpressure.code
+        assert applied.term_wanted == node.term + 1
+        assert len(cluster.driver.log) == before
+        assert not cluster.driver.catalog.state.members.by_id
