@@ -220,6 +220,11 @@ class Catalog:
         segment = self.state.members.by_id.get(segment_id)
         return None if segment is None else _segment_info(segment)
 
+    @property
+    def adopts_segments(self) -> bool:
+        """Has it taken over segments of a cluster whose records are lost?"""
+        return self.state.counters["segments_adopted"] > 0
+
     def has_followers(self, now_ms: int) -> bool:
         """Do nodes report here, at least half of those that are known?"""
         return self.state.members.reports(now_ms)

@@ -9,6 +9,7 @@ that ends; locking the database itself would be undone by SQLite closing any of 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -28,6 +29,7 @@ FILE_NAME = "master.db"  # inside a folder that was given as the path
 SNAPSHOTS_KEPT = 2
 WAL_BYTES_MAX = 64 << 20  # the log file is cut back to this after a checkpoint
 MEMORY = "memory"
+_ROOM_MIN_BYTES = 64 << 10  # with less than this on its disk nothing can be written
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -36,6 +38,19 @@ CREATE TABLE IF NOT EXISTS records (
 CREATE TABLE IF NOT EXISTS snapshots (
     sequence INTEGER PRIMARY KEY, payload BLOB NOT NULL, crc INTEGER NOT NULL);
 """
+
+
+def _is_full(error: Exception, folder: Path) -> bool:
+    """Is it for want of room? SQLite has several words for it, "disk I/O error" among them."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL:
+        return True
+    try:
+        left = os.statvfs(folder)
+    except OSError:
+        return False
+    return left.f_bavail * left.f_frsize < _ROOM_MIN_BYTES
 
 
 class EmbeddedStore:
@@ -66,10 +81,15 @@ class EmbeddedStore:
         except (OSError, sqlite3.Error) as error:
             self.close()
             cause = error.strerror if isinstance(error, OSError) else str(error)
+            remedy = (
+                "make room on the disk that holds it, or give --metadata a path on another one; "
+                "nothing in it was changed"
+                if _is_full(error, self._path.parent)
+                else "give --metadata a path that this user may write and that holds no other "
+                "kind of file"
+            )
             raise MasterUnavailable(
-                f"the metadata store {self.describe()} cannot be opened: {cause}",
-                remedy="give --metadata a path that this user may write and that holds no other "
-                "kind of file",
+                f"the metadata store {self.describe()} cannot be opened: {cause}", remedy=remedy
             ) from error
         except MasterUnavailable:
             self.close()
@@ -201,6 +221,6 @@ class EmbeddedStore:
                 db.execute("ROLLBACK")
             raise MasterUnavailable(
                 f"the metadata store {self.describe()} refused a write: {error}",
-                remedy="look at the disk that holds it; the master goes on by itself once it "
-                "can write again",
+                remedy=("make room on" if _is_full(error, self._path.parent) else "look at") + " the disk that "
+                "holds it; a running master goes on by itself once it can write again",
             ) from error

@@ -79,6 +79,7 @@ class Service:
         self._unseal: dict[int, deque[bytes]] = {}  # rows of one effect each
         self._unseal_nbytes: defaultdict[int, int] = defaultdict(int)
         self._edge = convert.Edge(self._digests, lambda: secrets.randbits(64), cluster.cluster_id)
+        self._adopts = catalog.adopts_segments
         self.version_refusals = 0
         self.behind = False  # the last tick left work that was due
 
@@ -98,6 +99,8 @@ class Service:
             command = convert.command(method, request, self._edge)
             applied = self._catalog.apply(command, now_ms)
             self._keep(applied.effects)
+            if method is lane.MOUNT:
+                self._report_adoption()
             if isinstance(applied.reply, c.Refused):
                 error = error_of(applied.reply.code, applied.reply.cause)
                 refused = self._refused(method, error, applied.records)
@@ -138,6 +141,16 @@ class Service:
         log.warning("what a lost cluster left is as young as this one: term %d begins", term)
         self._cluster = replace(self._cluster, term=term)
         return self._catalog.raise_term(term)
+
+    def _report_adoption(self) -> None:
+        adopts = self._catalog.adopts_segments
+        if adopts and not self._adopts:
+            log.warning(
+                "nodes bring objects of a cluster whose metadata is lost. Its tenants' quotas are "
+                "lost with it, and so are objects that were on disks alone. Remedy: set quotas "
+                "again (SetQuota); `objects_adopted` counts what is back"
+            )
+        self._adopts = adopts
 
     def slices(self, now_ms: int) -> Slices:
         """Begin a snapshot."""

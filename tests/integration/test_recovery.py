@@ -66,6 +66,8 @@ def test_f64_a_deleted_database_is_restored_from_the_nodes(cluster: Cluster) -> 
     forget(cluster)
     cluster.start_master(port)
     told(cluster, len(kept) + 1)
+    said = [path.read_text() for path in Path(cluster.folder).glob("master*.stderr")]
+    assert any("are lost with it" in text for text in said)
     with StoreClient(cluster.address) as client:
         assert client.get_batch(kept) == [value_of(key) for key in kept]
         assert client.exists(removed) == [False] * len(removed)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,27 @@ def test_a_failed_append_is_not_half_done(tmp_path: Path) -> None:
     again = EmbeddedStore(str(tmp_path))
     assert again.load().records == [b"before", b"after"]
     again.close()
+
+
+def test_f64_a_start_on_a_full_disk_says_to_make_room_and_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        _filled(folder / "master.db", [b"before"])
+        ballast = folder / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)) == 4096:
+                pass
+        for path in (folder / "master.db", folder / "another.db"):  # an old one and a new one
+            with pytest.raises(MasterUnavailable) as refused:
+                EmbeddedStore(str(path)).load()
+            assert "make room on the disk" in str(refused.value)
+        ballast.unlink()
+        store = EmbeddedStore(str(folder / "master.db"))
+        assert store.load().records == [b"before"]
+        store.close()
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
