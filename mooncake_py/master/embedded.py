@@ -221,6 +221,7 @@ class EmbeddedStore:
                 db.execute("ROLLBACK")
             raise MasterUnavailable(
                 f"the metadata store {self.describe()} refused a write: {error}",
-                remedy=("make room on" if _is_full(error, self._path.parent) else "look at") + " the disk that "
+                remedy=("make room on" if _is_full(error, self._path.parent) else "look at")
+                + " the disk that "
                 "holds it; a running master goes on by itself once it can write again",
             ) from error
