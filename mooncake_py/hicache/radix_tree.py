@@ -56,7 +56,7 @@ class Node:
 
     __slots__ = (
         "children", "copying", "depth", "device", "device_locks", "hits", "host", "host_locks",
-        "keys", "pages", "parent", "tick", "worth",
+        "keys", "pages", "parent", "stored", "tick", "worth",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, pages: list[Page], keys: list[bytes]) -> None:
@@ -69,6 +69,7 @@ class Node:
         self.device_locks = 0  # requests that use it or a descendant
         self.host_locks = 0  # copies from or into its host pages
         self.copying = False  # to the host; set by the owner of the tree
+        self.stored = False  # once, by us; whether the store has it still is asked there
         self.hits = 0
         self.tick = 0  # of the last use
         self.worth = 0.0  # for the eviction policy
@@ -190,6 +191,13 @@ class RadixTree:
         node.device = device
         self.device_pages += len(device)
 
+    def cut(self, node: Node, count: int) -> None:
+        """Make nodes of at most `count` pages out of it. It stays the last of them, with its locks;
+        a node that is being copied is left as it is."""
+        if not node.copying:
+            while len(node.pages) > count:
+                self._split(node, count)
+
     # --- locks ---
 
     def lock(self, node: Node) -> None:
@@ -285,7 +293,7 @@ class RadixTree:
         front = Node(node.parent, node.pages[:count], node.keys[:count])
         front.device_locks, front.host_locks = node.device_locks, node.host_locks
         front.hits, front.tick, front.worth = node.hits, node.tick, node.worth
-        front.copying = node.copying
+        front.copying, front.stored = node.copying, node.stored
         if node.device is not None:
             front.device, node.device = node.device[:count], node.device[count:]
         if node.host is not None:

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 EVICT_SHARE = 64  # an eviction takes at least this fraction of the pool: it looks at every node
 STOP_S = 30.0
+PARTS = 4  # a node that is copied to the host is at most this fraction of its pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,16 @@ class TierMoves:
         return policy == "write_through" or (policy != "write_back" and node.hits + 1 >= hits)
 
     def begin_copies(self, last: Node) -> list[CopyDown]:
-        """What of this path the write policy wants on the host. Holds the lock."""
-        found = [self._begin_copy(node) for node in last.path() if self._wants_copy(node)]
-        return [copy for copy in found if copy is not None]
+        """What of this path the write policy wants on the host; what was never stored first, so
+        that a small host pool gets a long prompt to the store in the end. Holds the lock."""
+        if self.host is None:
+            return []
+        for node in list(last.path()):
+            if self._wants_copy(node):  # in parts that the pool can have several of
+                self.tree.cut(node, max(1, self.host.page_count // PARTS))
+        wanted = [node for node in last.path() if self._wants_copy(node)]
+        wanted.sort(key=lambda node: node.stored)
+        return [copy for node in wanted if (copy := self._begin_copy(node)) is not None]
 
     def copy_down(self, copies: list[CopyDown], after: Mark) -> None:
         """Start them, without the lock."""
@@ -161,7 +169,7 @@ class TierMoves:
     # --- L2 to L3 ---
 
     def _queue_for_store(self, node: Node) -> None:
-        if self._store is None or node.host is None:
+        if self._store is None or node.host is None or not self.options.writes_store:
             return
         if self._queued_pages + len(node.host) > self.options.queue_pages_max:
             self.report.add("dropped_pages", "the store is too slow", len(node.host))
@@ -173,20 +181,24 @@ class TierMoves:
         self._write.submit(lambda: self._store_node(node, keys, pages))
 
     def _store_node(self, node: Node, keys: list[str], pages: list[int]) -> None:
+        stored = False
         try:
-            self._store_pages(keys, pages)
+            stored = self._store_pages(keys, pages)
         except Exception:
             log.exception("pages were not stored")
             self.report.add("dropped_pages", "not stored", len(pages))
         finally:
             with self.changed:
+                node.stored = stored
                 self._queued_pages -= len(pages)
                 self.tree.unlock_host(node)
                 self.changed.notify_all()
 
-    def _store_pages(self, keys: list[str], pages: list[int]) -> None:
+    def _store_pages(self, keys: list[str], pages: list[int]) -> bool:
+        """Whether all are stored."""
         assert self._store is not None
         assert self.host is not None
+        whole = True
         for at in range(0, len(keys), self.options.batch_pages):
             part = slice(at, at + self.options.batch_pages)
             values = [self.host.views(page) for page in pages[part]]
@@ -194,6 +206,8 @@ class TierMoves:
                 stored = self._store.put(keys[part], values)
             self.report.moved("L2 to L3", sum(stored) * self.device.shape.page_bytes, took.s)
             self.report.add("dropped_pages", "not stored", len(stored) - sum(stored))
+            whole = whole and all(stored)
+        return whole
 
     # --- room ---
 

@@ -31,6 +31,7 @@ class TierOptions:
     prefetch_bytes_per_s: int = 0  # that prefetches may begin; 0: as many as there are
     prefetch_jobs_max: int = 256  # that wait or run; beyond it requests are not looked up
     batch_pages: int = 32  # of one call of the store: a prefetch stops between two
+    writes_store: bool = True  # False: another rank has the same bytes (MLA) and stores them
     queue_pages_max: int = 1 << 16  # waiting to be stored; beyond it they stay here only
 
     def __post_init__(self) -> None:
@@ -51,6 +52,17 @@ class TierOptions:
             raise UsageError(
                 "prefetch_host_ratio is above 0, at most 1", got=self.prefetch_host_ratio
             )
+
+    def check_readable(self, host_pages: int, page_tokens: int) -> None:
+        """UsageError: nothing that is stored could ever be read back into such a host pool."""
+        most = int(host_pages * self.prefetch_host_ratio) * page_tokens
+        least = max(page_tokens, self.prefetch_tokens_min)
+        if most < least:
+            raise UsageError(
+                "nothing is ever read: a prefetch has room for fewer tokens than it begins with",
+                room=most, least=least, host_pages=host_pages,
+                remedy="a larger host pool, or lower prefetch_tokens_min or higher host ratio",
+            )  # fmt: skip
 
     def wait_ms(self, tokens: int) -> int:
         """How long a request waits for a prefetch of so many tokens."""

@@ -68,7 +68,8 @@ class TieredCache:
         self._work = machine.work
         self._tree = RadixTree(POLICIES[self.options.eviction]())
         self._moves = TierMoves(device, host, self._tree, self.report, self.options, machine)
-        if store is not None:
+        if store is not None and host is not None:
+            self.options.check_readable(host.page_count, host.shape.page_tokens)
             self._moves.use_store(store, key_prefix)
         self._changed = self._moves.changed
         self._closed = False

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from pd_peer import HEADS, LAYERS, PAGES, TOKENS, filled_pool, layout, model_bytes
+from pd_rate import drive
 from processes import wait_until
 
 from mooncake_py.errors import (
@@ -279,6 +280,13 @@ def test_a58_many_rooms_at_once() -> None:
         assert not decoder.rank._reserved
         assert not any(p._rooms or p._orphans for p in prefills)
         assert len(decoder.rank.engine.describe()["regions"]) == 0
+
+
+def test_a58_no_request_waits_to_be_opened_at_64_a_second() -> None:
+    """Ten minutes of it by `python -m tests.integration.pd_rate`."""
+    traffic = drive(seconds=3, rate=64)
+    assert len(traffic.total_s) == 192
+    assert max(traffic.opening_s) < 3
 
 
 def test_f26_a_cut_connection_is_resumed_without_sending_again() -> None:

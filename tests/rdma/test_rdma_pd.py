@@ -5,6 +5,11 @@ The tests of hand-overs between processes, with these ways; and that the device 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from pd_peer import CALL_MS, LAYERS, filled_pool, layout, options_of
 from rdma_ports import PORTS
@@ -37,6 +42,7 @@ __all__ = [
     "url",
 ]
 
+ROOT = Path(__file__).resolve().parents[2]
 NEAR = f"rdma:{PORTS[0]}" if PORTS else "rdma"
 FAR = f"rdma:{PORTS[1]}" if len(PORTS) > 1 else "rdma"
 
@@ -44,6 +50,17 @@ FAR = f"rdma:{PORTS[1]}" if len(PORTS) > 1 else "rdma"
 @pytest.fixture
 def ways() -> Ways:
     return FAR, NEAR
+
+
+def test_f67_a_decoder_goes_on_with_pages_that_the_devices_brought() -> None:
+    pytest.importorskip("torch")
+    serve = ROOT / "examples" / "serving" / "serve.py"
+    done = subprocess.run(
+        [sys.executable, str(serve), "split", "--requests", "3", "--hand-over", f"{FAR};{NEAR}"],
+        capture_output=True, text=True, timeout=80, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "3 of 3 answers have the logits of the run without cache" in done.stdout, done.stderr
 
 
 def test_f67_the_devices_carry_the_pages() -> None:

@@ -26,6 +26,8 @@ from mooncake_py.hicache.tier_options import (  # noqa: E402
     TierOptions,
 )
 from mooncake_py.hicache.tier_request import Request  # noqa: E402
+from mooncake_py.hicache.tier_streams import CpuStreams, Machine  # noqa: E402
+from mooncake_py.hicache.tier_work import ThreadWork  # noqa: E402
 from mooncake_py.hicache.tiered_cache import TieredCache  # noqa: E402
 
 WAIT_MS = 10_000
@@ -163,14 +165,55 @@ def test_a66_random_requests_aborts_and_failures_lose_no_page_and_mix_none(seed:
         assert cache.device.free_count == cache.device.page_count
 
 
-def test_a67_a_small_host_pool_drops_and_never_waits() -> None:
+def test_a67_a_host_pool_smaller_than_the_device_s_gets_everything_to_the_store() -> None:
     store = MemoryStore()
-    with caches(device=32, host=2, store=store) as cache:
-        for number in range(4):
+    with caches(device=32, host=4, store=store) as cache:
+        for number in range(3):
             serve(cache, prompt(number, 7))
             assert cache.flush(timeout_ms=WAIT_MS)
-        assert cache.report.dropped_pages["no host room for a copy"] == 28
-        assert serve(cache, prompt(3, 7)).tier_pages["L1"] == 7
+        first = len(store.objects)
+        assert first >= 3, "no prompt is too long to be begun with"
+        assert cache.report.dropped_pages["no host room for a copy"] > 0
+        for _ in range(7):
+            for number in range(3):
+                assert serve(cache, prompt(number, 7)).tier_pages["L1"] == 7
+                assert cache.flush(timeout_ms=WAIT_MS)
+        assert len(store.objects) == 21
+    with caches(device=32, host=4, store=store, prefetch_policy="wait_complete") as cache:
+        assert serve(cache, prompt(0, 7)).tier_pages["L3"] == 2  # half of the pool at once
+
+
+def test_a69_what_could_never_be_read_back_is_refused() -> None:
+    pools = KvPages(SHAPE, 8), KvPages(SHAPE, 1)
+    with pytest.raises(UsageError, match="nothing is ever read"):
+        TieredCache(*pools, MemoryStore(), key_prefix="test/")
+    options = TierOptions(prefetch_host_ratio=1.0, prefetch_tokens_min=1)
+    TieredCache(*pools, MemoryStore(), key_prefix="test/", options=options).close()
+
+
+def test_a60_of_ranks_with_equal_bytes_one_writes_and_all_read() -> None:
+    store = MemoryStore()
+    with caches(store=store, writes_store=False) as cache:
+        serve(cache, prompt(0, 8))
+        assert cache.flush(timeout_ms=WAIT_MS)
+        assert not store.objects
+    with caches(store=store) as cache:
+        serve(cache, prompt(0, 8))
+    assert len(store.objects) == 8
+    reading = {"writes_store": False, "prefetch_policy": "wait_complete"}
+    with caches(store=store, **reading) as cache:
+        assert serve(cache, prompt(0, 8)).tier_pages["L3"] == 8
+
+
+def test_a62_an_object_of_another_length_is_no_page() -> None:
+    store = MemoryStore()
+    with caches(store=store) as cache:
+        serve(cache, prompt(0, 8))
+    keys = chain_keys("", split_pages(prompt(0, 8), SHAPE.page_tokens))
+    short = f"test/{keys[3].hex()}"
+    store.objects[short] = store.objects[short][:-1]
+    with caches(store=store, prefetch_policy="wait_complete") as cache:
+        assert serve(cache, prompt(0, 8)).tier_pages["L3"] == 3
 
 
 def test_a65_no_policy_waits_longer_than_it_says() -> None:
@@ -188,6 +231,11 @@ def test_a65_no_policy_waits_longer_than_it_says() -> None:
         request.close()
         store.gate.set()
         assert serve(cache, prompt(0, 8)).tier_pages["L3"] in (0, 8)
+    store.gate.clear()
+    with caches(store=store, prefetch_policy="wait_complete", prefetch_cap_ms=30) as cache:
+        with cache.begin(prompt(0, 8)) as request:
+            assert request.wait() == 0, "the cap bounds whatever the policy is"
+        store.gate.set()
 
 
 def test_a64_what_arrived_before_the_end_is_used_and_the_rest_given_back() -> None:
@@ -283,6 +331,72 @@ def test_fetching_is_refused_when_computing_is_cheaper() -> None:
         assert serve(cache, prompt(0, 8)).tier_pages["L3"] == 0
         assert store.calls == calls
         assert cache.report.dropped_pages["cheaper to compute"] == 8
+
+
+class MeasuringWork(ThreadWork):
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.time_ns = 0
+
+    def now_ns(self) -> int:
+        return self.time_ns
+
+
+class MeasuredStore(MemoryStore):
+    """Reads take a latency and bytes by a bandwidth."""
+
+    def __init__(self, work: MeasuringWork) -> None:
+        super().__init__()
+        self.work, self.latency_s, self.bytes_per_s = work, 0.001, 1e9
+
+    def get(self, keys, targets, sizes) -> list[bool]:  # type: ignore[no-untyped-def]
+        self.work.time_ns += int((self.latency_s + sum(sizes) / self.bytes_per_s) * 1e9)
+        return super().get(keys, targets, sizes)
+
+
+def test_f66_a_slow_store_is_not_fetched_from_until_it_is_fast_again() -> None:
+    """By the measured bandwidth: a page is computed in 1 ms."""
+    work = MeasuringWork()
+    store = MeasuredStore(work)
+
+    class Measured(TieredCache):
+        def _machine(self) -> Machine:
+            return Machine(work, CpuStreams())
+
+    def ask(cache: TieredCache, pages: int) -> int:
+        """Pages from L3; nothing stays above."""
+        with cache.begin(prompt(0, pages)) as request:
+            request.wait()
+            request.load()
+            work.time_ns += (pages - request._cached) * 1_000_000
+            request.first_token()
+            found = request.tier_pages["L3"]
+        cache.clear()
+        return found
+
+    options = TierOptions(prefetch_policy="wait_complete", prefetch_tokens_min=1)
+    pools = KvPages(SHAPE, 32), KvPages(SHAPE, 64)
+    with Measured(*pools, store, key_prefix="test/", options=options) as cache:
+        serve(cache, prompt(0, 16))
+        assert cache.flush(timeout_ms=WAIT_MS)
+        cache.clear()
+        cache.report.break_even = BreakEven()  # what `serve` measured was no computing
+        store.objects, kept = {}, store.objects
+        for pages in (2, 16):
+            assert ask(cache, pages) == 0  # computed: now that is known
+        store.objects = kept
+        assert [ask(cache, pages) for pages in (2, 16)] == [2, 16]
+
+        store.bytes_per_s = SHAPE.page_bytes / 0.01  # ten times slower than computing
+        found = [ask(cache, 16) for _ in range(20)]
+        assert found[0] == 16
+        assert found[-10:] == [0] * 10
+        assert cache.report.break_even.refused >= 10
+
+        store.bytes_per_s = 1e9
+        found = [ask(cache, 16) for _ in range(BreakEven.RETRY * 12)]
+        assert found[-5:] == [16] * 5, "it looks from time to time, and finds it fast again"
 
 
 def test_pages_in_use_by_requests_are_not_taken_from_them() -> None:

@@ -45,7 +45,7 @@ class MemoryStore:
             at = 0
             for view in views:
                 part = value[at : at + view.nbytes] if value else b"\xee" * view.nbytes
-                view[:] = part  # a failed read leaves rubbish behind
+                view[: len(part)] = part  # a failed read leaves rubbish behind
                 at += view.nbytes
         return done
 
