@@ -106,7 +106,7 @@ class CudaStreams:
 
     @staticmethod
     def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
         event.record(stream)
         return event
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from tier_models import SHAPE, MemoryStore, page_values, prompt  # noqa: E402
 
-from mooncake_py.errors import OutOfSpace, UsageError  # noqa: E402 - after the check for torch
+from mooncake_py.errors import OutOfSpace, TransferTimeout, UsageError  # noqa: E402 - after the check for torch
 from mooncake_py.hicache.kv_pages import LAYOUTS, KvPages, KvShape, copy_layer  # noqa: E402
 from mooncake_py.hicache.radix_tree import chain_keys, split_pages  # noqa: E402
 from mooncake_py.hicache.tier_options import (  # noqa: E402
@@ -267,6 +267,51 @@ def test_a66_an_abort_in_the_middle_of_a_read_frees_pages_only_afterwards() -> N
         store.gate.set()
         settled(cache)
         assert cache.host.free_count == 8
+
+
+def test_f66_a_store_that_fails_leaves_the_upper_tiers_as_they_are() -> None:
+    store = MemoryStore(failures=1.0)
+    with caches(device=16, host=32, store=store) as cache:
+        for number in range(3):
+            serve(cache, prompt(number, 8))
+        assert serve(cache, prompt(2, 8)).tier_pages == {"L1": 8, "L2": 0, "L3": 0}
+        assert serve(cache, prompt(0, 8)).tier_pages == {"L1": 0, "L2": 8, "L3": 0}
+        assert cache.flush(timeout_ms=WAIT_MS)
+        assert cache.report.dropped_pages["not stored"] == 24
+    assert not store.objects
+
+
+class GatedStreams(CpuStreams):
+    """Layer 1 and those behind it are copied once the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def copy(self, source, target, layer, from_pages, to_pages, after):  # type: ignore[no-untyped-def]
+        assert not layer or target.layout == "page_first" or self.gate.wait(30)
+        return super().copy(source, target, layer, from_pages, to_pages, after)
+
+
+def test_f66_the_first_layer_is_computed_while_the_next_is_loaded() -> None:
+    streams = GatedStreams()
+
+    class Gated(TieredCache):
+        def _machine(self) -> Machine:
+            return Machine(ThreadWork(), streams)
+
+    with Gated(KvPages(SHAPE, 8), KvPages(SHAPE, 32, layout="page_first")) as cache:
+        streams.gate.set()
+        serve(cache, prompt(0, 8))
+        serve(cache, prompt(1, 8))
+        streams.gate.clear()
+        with cache.begin(prompt(0, 8)) as request:
+            load = request.load()
+            load.wait_layer(0, timeout_ms=WAIT_MS)
+            with pytest.raises(TransferTimeout):
+                load.wait_layer(1, timeout_ms=20)
+            streams.gate.set()
+            load.wait_layer(2, timeout_ms=WAIT_MS)
+            check(cache, "", prompt(0, 8), request.device_pages)
 
 
 def test_namespaces_do_not_share_pages() -> None:
