@@ -18,7 +18,7 @@ from tier_models import SHAPE, MemoryStore, prompt  # noqa: E402
 from mooncake_py.errors import UsageError  # noqa: E402
 from mooncake_py.hicache.kv_pages import KvPages, KvShape  # noqa: E402
 from mooncake_py.hicache.tier_metrics import families  # noqa: E402
-from mooncake_py.hicache.tier_options import BreakEven, Line, Rate  # noqa: E402
+from mooncake_py.hicache.tier_options import BreakEven, Line, Rate, TierOptions  # noqa: E402
 from mooncake_py.hicache.tier_ranks import Capacity, capacity_of  # noqa: E402
 from mooncake_py.hicache.tier_streams import CpuStreams, Machine  # noqa: E402
 from mooncake_py.hicache.tier_work import ThreadWork  # noqa: E402
@@ -221,6 +221,72 @@ def test_break_even_depends_on_the_length_of_the_prefix() -> None:
     assert fetch_s == pytest.approx(0.110, rel=1e-6)
     assert compute_s == pytest.approx(0.300, rel=1e-6)
     assert even.refused == 1
+
+
+class MeasuringWork(ThreadWork):
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.time_ns = 0
+
+    def now_ns(self) -> int:
+        return self.time_ns
+
+
+class MeasuredStore(MemoryStore):
+    """Reads take a latency and bytes by a bandwidth."""
+
+    def __init__(self, work: MeasuringWork) -> None:
+        super().__init__()
+        self.work, self.latency_s, self.bytes_per_s = work, 0.001, 1e9
+
+    def get(self, keys, targets, sizes) -> list[bool]:  # type: ignore[no-untyped-def]
+        self.work.time_ns += int((self.latency_s + sum(sizes) / self.bytes_per_s) * 1e9)
+        return super().get(keys, targets, sizes)
+
+
+def test_f66_a_slow_store_is_not_fetched_from_until_it_is_fast_again() -> None:
+    """By the measured bandwidth: a page is computed in 1 ms."""
+    work = MeasuringWork()
+    store = MeasuredStore(work)
+
+    class Measured(TieredCache):
+        def _machine(self) -> Machine:
+            return Machine(work, CpuStreams())
+
+    def ask(cache: TieredCache, pages: int) -> int:
+        """Pages from L3; nothing stays above."""
+        with cache.begin(prompt(0, pages)) as request:
+            request.wait()
+            request.load()
+            work.time_ns += (pages - request._cached) * 1_000_000
+            request.first_token()
+            found = request.tier_pages["L3"]
+        cache.clear()
+        return found
+
+    options = TierOptions(prefetch_policy="wait_complete", prefetch_tokens_min=1)
+    pools = KvPages(SHAPE, 32), KvPages(SHAPE, 64)
+    with Measured(*pools, store, key_prefix="test/", options=options) as cache:
+        serve(cache, prompt(0, 16))
+        assert cache.flush(timeout_ms=WAIT_MS)
+        cache.clear()
+        cache.report.break_even = BreakEven()  # what `serve` measured was no computing
+        store.objects, kept = {}, store.objects
+        for pages in (2, 16):
+            assert ask(cache, pages) == 0  # computed: now that is known
+        store.objects = kept
+        assert [ask(cache, pages) for pages in (2, 16)] == [2, 16]
+
+        store.bytes_per_s = SHAPE.page_bytes / 0.01  # ten times slower than computing
+        found = [ask(cache, 16) for _ in range(20)]
+        assert found[0] == 16
+        assert found[-10:] == [0] * 10
+        assert cache.report.break_even.refused >= 10
+
+        store.bytes_per_s = 1e9
+        found = [ask(cache, 16) for _ in range(BreakEven.RETRY * 12)]
+        assert found[-5:] == [16] * 5, "it looks from time to time, and finds it fast again"
 
 
 def test_a_line_of_odd_measurements_stays_sensible() -> None:
