@@ -9,13 +9,14 @@ Each flavour has a master of its own, so that objects land where the flavour say
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from benchmarks.peer import START_S, BenchError, Contender, Process
+from benchmarks.peer import ANSWER_S, START_S, BenchError, Contender, Process
 from benchmarks.plan import UP_DUMMY, UP_LOCAL, UP_TCP
 
 WHEEL = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
@@ -50,6 +51,22 @@ def _free_ports(count: int) -> list[int]:
         return [s.getsockname()[1] for s in sockets]
 
 
+class Answering:
+    """A process of `metadata_upstream.py`, and its master's process id."""
+
+    def __init__(self, process: Process, master_pid: int) -> None:
+        self._process = process
+        self.master_pid = master_pid
+
+    def ask(self, do: str, **fields: object) -> dict[str, int]:
+        """Raises BenchError, with its own words."""
+        self._process.say(json.dumps({"do": do} | fields))
+        reply = json.loads(self._process.line(ANSWER_S))
+        if "error" in reply:
+            raise BenchError(f"{self._process.name}: {reply['error']}")
+        return dict(reply)
+
+
 class Upstream:
     """Starts flavours one by one; what it started ends with `stack`."""
 
@@ -65,6 +82,16 @@ class Upstream:
         contender = self._start(name, batch_bytes, segment_bytes)
         contender.pids += self._pids
         return contender
+
+    def metadata(self, segment_bytes: int = 2 << 30) -> Answering:
+        """One process that is storage and client, for calls of the master. Raises BenchError."""
+        self._pids = []
+        master = self._master("upstream")
+        command = [self._python, "-m", "benchmarks.metadata_upstream", master, HOST]
+        process = Process("upstream client", [*command, str(segment_bytes)], self._folder)
+        self._stack.callback(process.stop)
+        process.line(START_S)
+        return Answering(process, self._pids[0])
 
     def _start(self, name: str, batch_bytes: int, segment_bytes: int) -> Contender:
         master = self._master(name)
