@@ -30,6 +30,7 @@ SNAPSHOTS_KEPT = 2
 WAL_BYTES_MAX = 64 << 20  # the log file is cut back to this after a checkpoint
 MEMORY = "memory"
 _ROOM_MIN_BYTES = 64 << 10  # with less than this on its disk nothing can be written
+_PIECE_BYTES = 1 << 20  # of a snapshot, written at once
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -110,9 +111,13 @@ class EmbeddedStore:
                 db.execute("UPDATE meta SET value = ? WHERE name = 'term'", (b"%d" % term,))
 
     def write_snapshot(self, snapshot: bytes | bytearray, sequence: int) -> None:
-        with self._transaction() as db:
-            row = (sequence, snapshot, zlib.crc32(snapshot))
-            db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", row)
+        # Piece by piece: a statement that was given all of it would keep a copy until its next use.
+        with self._transaction() as db, memoryview(snapshot) as whole:
+            row = (sequence, len(whole), zlib.crc32(whole))
+            db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, zeroblob(?), ?)", row)
+            with db.blobopen("snapshots", "payload", sequence) as blob:
+                for start in range(0, len(whole), _PIECE_BYTES):
+                    blob.write(whole[start : start + _PIECE_BYTES])
             kept = db.execute(
                 "SELECT sequence FROM snapshots ORDER BY sequence DESC LIMIT ?", (SNAPSHOTS_KEPT,)
             ).fetchall()
