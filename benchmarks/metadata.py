@@ -51,6 +51,7 @@ P6_RATIO, P8_BYTES, P11_RATIO = 1.0, 250, 1.2
 PAGE_BYTES = 64 << 10
 FILL = 1024
 T = 20_000
+SETTLE_S, STILL_S, SETTLE_MIN = 60, 4, 100_000  # longest wait, how long unchanged, from how many on
 
 
 def key_of(number: int) -> str:
@@ -209,6 +210,16 @@ class Bench:
         self.count = count
 
     def bytes_an_object(self) -> dict[str, float]:
+        """Growth of both processes, once ours has written the snapshot that it may be making: that
+        takes as much again as its keys and columns, for as long as it takes."""
+        still, last = 0, 0
+        for _ in range(SETTLE_S):
+            now = resident_bytes(self.pids[LANE])
+            still = still + 1 if abs(now - last) < 1 << 20 else 0
+            last = now
+            if still == STILL_S or self.count < SETTLE_MIN:
+                break
+            threading.Event().wait(1)
         return {
             name: (resident_bytes(pid) - self.empty_bytes[name]) / self.count
             for name, pid in self.pids.items()

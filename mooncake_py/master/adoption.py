@@ -14,6 +14,7 @@ from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import GONE, Segment
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.state import CatalogState, extent_units
+from mooncake_py.master.stripes import is_part
 from mooncake_py.master.tenant import Grant, Tenant
 from mooncake_py.master.work import Work
 from mooncake_py.model import EXTENT_ROW, MEMBERS_SHIFT, RESERVED_ROW, reserved_key
@@ -236,6 +237,7 @@ class Page:
         place = self.segment.index << PLACE_BITS | found.start
         slot = state.table.add(name.key, found.generation, found.length, place, tenant.number)
         tenant.used_bytes += units * UNIT_BYTES
+        tenant.part_count += is_part(name.key)
         pinned = name.hard_pin and self._may_pin(tenant, units)
         if pinned:
             state.pin(tenant, units)

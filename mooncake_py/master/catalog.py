@@ -145,7 +145,7 @@ def _status(state: CatalogState, command: Status, now_ms: int) -> Applied:
     if state.members.disks:
         counters |= tiering.numbers(state)
     info = StatusInfo(
-        objects=len(state.table),
+        objects=len(state.table) - sum(each.part_count for each in state.tenants),
         used_bytes=EXTENT_ALIGN_BYTES * sum(each.used_units for each in present),
         capacity_bytes=EXTENT_ALIGN_BYTES * sum(each.allocator.units for each in present),
         segments=[_segment_info(each) for each in mounted],

@@ -42,6 +42,7 @@ from mooncake_py.master.membership import ALIVE, DRAINING, GONE, Segment
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK
 from mooncake_py.master.placement import Placer
 from mooncake_py.master.state import CatalogState, extent_units
+from mooncake_py.master.stripes import part_slots
 from mooncake_py.master.taskbook import Copy, Why
 from mooncake_py.master.work import Work
 from mooncake_py.model import BATCH_MAX_KEYS, EXTENT_ALIGN_BYTES, ReplicaPolicy
@@ -260,8 +261,27 @@ def copy_objects(state: CatalogState, command: CopyObjects, now_ms: int) -> Appl
         if slot is None:
             status[i] = ObjectNotFound.code
         else:
-            status[i] = _copy_one(state, work, slot, command, targets, now_ms)
+            status[i] = _copy_whole(state, work, slot, command, targets, now_ms)
     return work.done(Statuses(bytes(status)), now_ms)
+
+
+def _copy_whole(
+    state: CatalogState,
+    work: Work,
+    slot: int,
+    command: CopyObjects,
+    targets: list[Segment],
+    now_ms: int,
+) -> int:
+    """The object with all its parts. A move takes those that lie on `from_node`; the others stay
+    where they are. OK once all are as asked for, else what keeps one from it."""
+    further = part_slots(state.table, state.tenants.at(state.table.tenant[slot]), slot)
+    codes = [_copy_one(state, work, each, command, targets, now_ms) for each in (slot, *further)]
+    missing = ObjectNotFound.code
+    if further and any(code != missing for code in codes):
+        codes = [code for code in codes if code != missing]
+    hindered = [code for code in codes if code not in (OK, Backpressure.code)]
+    return (hindered or [max(codes)])[0]
 
 
 def _copy_one(

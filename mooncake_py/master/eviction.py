@@ -17,10 +17,10 @@ met at most once, so protection costs its own share and hides nothing.
 oldest access first) and `soft` (soft-pinned). The victim is the older of the first two heads. It
 parks only long leases: every Locate grants at least `lease_ms`, and `read` is in order of access,
 so if its head is within that plain lease, all of `read` is; `fresh` holds no leases at all.
-With `spare_ms` (none by default), while everything that was read is leased, what was stored less
-than so long ago is spared: a full cluster does not drop what has just been written because all that
-is older is being read. Puts find no space then, and clients try again until the first lease, or
-`spare_ms`, has ended; so it is for clusters that are large beside what is written in that time.
+While everything that was read is leased, and that is at least half of all, what was stored less
+than `spare_ms` ago is spared: a full cluster does not drop what has just been written because all
+that is older is being read. Puts find no space then, and clients try again until the first lease,
+or `spare_ms`, has ended. (With few leases and many puts it would only keep space from writers.)
 
 *Chains.* The keys of one Locate or PutEnd are taken for a prefix: they enter the order from the
 last to the first, so that the tail of a chain goes before its middle, and what is left is usable.
@@ -221,6 +221,18 @@ class Lru(Pool):
     def __init__(self, table: ObjectTable, links: Links, lease_ms: int, spare_ms: int = 0) -> None:
         super().__init__(table, links, lease_ms, spare_ms)
         self._fresh, self._read, self._soft = self._heads
+        self._count = 0
+        self._unread = 0  # of them
+
+    def add(self, slot: int, now_ms: int) -> None:
+        self._count += 1
+        self._unread += not self._table.flags[slot] & READ
+        super().add(slot, now_ms)
+
+    def remove(self, slot: int) -> None:
+        self._count -= 1
+        self._unread -= not self._table.flags[slot] & READ
+        super().remove(slot)
 
     def _list_of(self, slot: int) -> int:
         flags = self._table.flags[slot]
@@ -245,6 +257,7 @@ class Lru(Pool):
                 continue
             if not flags & READ:
                 all_flags[slot] = flags | READ
+                self._unread -= 1
             after = next_[slot]
             if after == read:
                 continue
@@ -259,6 +272,7 @@ class Lru(Pool):
 
     def _touch_protected(self, slot: int, flags: int) -> None:
         self._table.flags[slot] = (flags | READ) & ~PARKED
+        self._unread -= not flags & READ
         if flags & HARD_PIN:
             return
         if not flags & PARKED:
@@ -273,6 +287,7 @@ class Lru(Pool):
         if table.leased_until(slot, self._lease_ms) > now_ms:
             return  # it was located a moment ago
         table.flags[slot] = flags & ~READ  # so that the new stamp is not taken for a lease
+        self._unread += bool(flags & READ)
         table.stamp[slot] = now_ms
         self._links.unlink(slot)
         self._enter(slot)
@@ -297,8 +312,10 @@ class Lru(Pool):
                 read_locked = True
 
     def _spares(self, fresh: int, read: int, now_ms: int) -> bool:
-        """Is the oldest unread one very young, and all that was read leased?"""
+        """Is the oldest unread one very young, and all the others, at least as many, leased?"""
         table = self._table
+        if 2 * self._unread > self._count:
+            return False
         young = table.stamp[fresh] > now_ms - self._spare_ms
         return young and read != self._read and table.leased_until(read, self._lease_ms) > now_ms
 

@@ -413,6 +413,7 @@ class _PutStart:
                 put.places.append((stripe.places[number],))
                 groups.append(name)
         put.groups = groups
+        self.tenant.part_count += len(put.keys) - len(indices)
 
     def _rows(self, put: Put, indices: list[int]) -> tuple[list[int], list[bytes]]:
         """The reply's segment table, and the rows of each of its entries. Digests of parts are for

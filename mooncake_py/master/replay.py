@@ -33,6 +33,7 @@ from mooncake_py.master.quotas import apply_quota
 from mooncake_py.master.records import DamagedRecord, GrantFields
 from mooncake_py.master.repair import find_short
 from mooncake_py.master.state import CatalogState, extent_units
+from mooncake_py.master.stripes import is_part
 from mooncake_py.master.tenant import Put
 from mooncake_py.master.unrecorded import Gaps, Unrecorded
 
@@ -347,6 +348,7 @@ def _put_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> 
         segment.used_units += segment.charge(units)
     units *= state.members.in_memory(places)
     tenant.used_bytes += units * UNIT_BYTES
+    tenant.part_count += is_part(put.keys[0])
     if fields.hard_pin:
         state.pin(tenant, units)
     return put

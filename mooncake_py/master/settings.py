@@ -31,7 +31,7 @@ class CatalogSettings:
     offload_ms: int = 30_000  # a disk that has not reported a copy by then has not made it
     disk_away_ms: int = 86_400_000  # a disk without its node is remembered for this long
     eviction: str = "lru"  # or "s3fifo" or "cost" (eviction.py, s3fifo.py, worth.py)
-    spare_ms: int = 0  # for so long a new object is not evicted while what was read is leased
+    spare_ms: int = 1_000  # for so long a new object is not evicted while all older ones are leased
     soft_pin_max_ms: int = 3_600_000  # longest soft pin; longer wishes are cut to it
     hard_pin_max_ratio: float = 0.5  # of the cluster's bytes; more hard pins are refused
     tenant_hard_pin_max_ratio: float = 0.5  # likewise, of one tenant

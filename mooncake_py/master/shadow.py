@@ -32,6 +32,7 @@ from mooncake_py.master.repair import find_short
 from mooncake_py.master.replay import RestoreReport
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.state import CatalogState, extent_units
+from mooncake_py.master.stripes import is_part
 from mooncake_py.master.tenant import Grant, Put
 
 _TTLS_MAX = 10_000  # entries of ended objects that are tolerated
@@ -210,6 +211,7 @@ class Shadow:
                     wanted=fields.wanted,
                 )  # fmt: skip
             put.keys.append(fields.keys[position])
+            tenant.part_count += is_part(fields.keys[position])
             put.lengths.append(fields.lengths[position])
             put.places.append(places)
             if fields.groups:

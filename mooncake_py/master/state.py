@@ -38,6 +38,7 @@ from mooncake_py.master.objects import (
 from mooncake_py.master.pattern import Pattern
 from mooncake_py.master.s3fifo import S3Fifo
 from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.stripes import is_part
 from mooncake_py.master.taskbook import TaskBook
 from mooncake_py.master.tenant import Grant, Put, Tenant, Tenants
 from mooncake_py.master.ttls import TtlWatch
@@ -164,6 +165,7 @@ class CatalogState:
         """The grant is not there any more, and its extents rest; how many bytes that is."""
         key = put.keys[index]
         del put.tenant.writing[key]
+        put.tenant.part_count -= is_part(key)
         nbytes = self._give_up(put, index, put.places[index], until_ms, now_ms)
         if put.groups and put.groups[index]:
             self.groups.leave(put.groups[index], key, -1)
@@ -267,6 +269,7 @@ class CatalogState:
         assert key is not None
         if tenant.complete.get(key) == slot:
             del tenant.complete[key]
+            tenant.part_count -= is_part(key)
         if table.flags[slot] & HARD_PIN:
             self.pin(tenant, -units * count)
         if table.flags[slot] & ON_DISK:

@@ -81,6 +81,9 @@ class Tenant:
     complete: dict[bytes, int] = field(default_factory=dict)
     writing: dict[bytes, Grant] = field(default_factory=dict)
     used_bytes: int = 0  # extents of complete and writing objects
+    part_count: int = (
+        0  # of these, further parts of striped ones (stripes.py): no keys of anybody's
+    )
     hard_pinned_units: int = 0  # of these
     _soft_pins: list[tuple[int, int]] = field(default_factory=list)  # heap: until ms, units
     _soft_units: int = 0  # of all in it
@@ -105,7 +108,7 @@ class Tenant:
 
     @property
     def key_count(self) -> int:
-        return len(self.complete) + len(self.writing)
+        return len(self.complete) + len(self.writing) - self.part_count
 
 
 def name_fault(name: str) -> str:

@@ -29,10 +29,20 @@ from mooncake_py.master.commands import (
     Tick,
 )
 from mooncake_py.master.disks import Disk
+from mooncake_py.master.eviction import Lru
 from mooncake_py.master.membership import GONE, SUSPECT, Segment
-from mooncake_py.master.objects import COLD, HARD_PIN, ON_DISK, PARKED, PLACE_BITS, PLACE_MASK
+from mooncake_py.master.objects import (
+    COLD,
+    HARD_PIN,
+    ON_DISK,
+    PARKED,
+    PLACE_BITS,
+    PLACE_MASK,
+    READ,
+)
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.state import extent_units
+from mooncake_py.master.stripes import is_part
 from mooncake_py.model import EXTENT_ROW, PLACEMENT_ROW, ReplicaPolicy
 
 
@@ -147,6 +157,13 @@ class _Books:
         assert all(each < state.next_generation for each in self.generations)
         assert state.next_generation <= state.generation_mark
         for tenant in state.tenants:
+            keys = [*tenant.complete, *tenant.writing]
+            assert tenant.part_count == sum(map(is_part, keys)), "parts are no keys"
+            if isinstance(tenant.pool, Lru):
+                inside = [s for s in tenant.complete.values() if not table.flags[s] & COLD]
+                assert tenant.pool._count == len(inside)
+                unread = sum(not table.flags[s] & READ for s in inside)
+                assert tenant.pool._unread == unread, "unread objects"
             assert tenant.used_bytes == self.tenant_bytes.get(tenant.name, 0), "tenant's bytes"
         assert len(state.table) == sum(len(each.complete) for each in state.tenants)
         assert state.disks.cold_count == sum(bool(table.flags[s] & COLD) for s in table.live())

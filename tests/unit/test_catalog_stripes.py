@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from catalog_model import Driver, check_invariants, grant_rows, picture
 
-from mooncake_py.errors import OK, LeaseExpired, ObjectExists, OutOfSpace, UsageError
+from mooncake_py.errors import (
+    OK,
+    Backpressure,
+    LeaseExpired,
+    ObjectExists,
+    OutOfSpace,
+    QuotaExceeded,
+    UsageError,
+)
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
+    CopyObjects,
     Drain,
     Events,
     Granted,
@@ -15,6 +24,10 @@ from mooncake_py.master.commands import (
     PutStart,
     Reserve,
     Reserved,
+    SetQuota,
+    Status,
+    Statuses,
+    StatusInfo,
     Unmount,
 )
 from mooncake_py.master.records import unpack
@@ -133,6 +146,49 @@ def test_f05_a_reservation_is_committed_under_no_name_of_the_catalogs_own() -> N
     assert driver.end(names, [first, second], reserved=True) == [UsageError.code] * 2
     assert len(part_rows(driver, b"large")) == count
     assert driver.end([b"k"], [first], reserved=True) == [OK], "it is still there"
+    check_invariants(driver.catalog)
+
+
+def test_f44_the_parts_of_a_large_object_are_one_key_of_their_tenant() -> None:
+    driver = two_small_nodes()
+    driver.apply(SetQuota("t", keys_max=2))
+    assert driver.put([b"large"], 400 * KIB) == [OK]
+    assert len(part_rows(driver, b"large")) >= 2
+    assert driver.put([b"small"], 10) == [OK]
+    assert driver.put([b"third"], 10) == [QuotaExceeded.code]
+    status = driver.apply(Status()).reply
+    assert isinstance(status, StatusInfo)
+    assert (status.objects, status.tenants[0].keys) == (2, 2)
+    driver.remove([b"large"], force=True)
+    assert driver.put([b"third"], 10) == [OK]
+    check_invariants(driver.catalog)
+
+
+def test_f37_a_copy_or_a_move_takes_every_part() -> None:
+    driver = two_small_nodes()
+    driver.put([b"large"], 400 * KIB)
+    driver.mount("c", 1024 * KIB)
+
+    def ask(source: str) -> int:
+        command = CopyObjects("t", [b"large"], "c", source)
+        for _ in range(8):
+            reply = driver.apply(command).reply
+            assert isinstance(reply, Statuses)
+            if reply.status[0] != Backpressure.code:
+                return reply.status[0]
+            driver.work_off()
+        raise AssertionError("it does not come to an end")
+
+    def nodes_of(row: tuple[int, ...]) -> str:
+        ids = driver.locate([b"large"]).segment_ids
+        return driver.catalog.state.members.by_id[ids[row[1]]].node
+
+    parts = len(part_rows(driver, b"large"))
+    assert ask("a") == OK
+    assert {nodes_of(row) for row in part_rows(driver, b"large")} == {"b", "c"}
+    assert ask("a") == OK, "asked again, it is still so"
+    assert ask("") == OK
+    assert sum(nodes_of(row) == "c" for row in part_rows(driver, b"large")) == parts
     check_invariants(driver.catalog)
 
 

@@ -329,6 +329,16 @@ def test_a13_what_was_just_stored_is_spared_while_all_older_objects_are_being_re
     assert sum(driver.exists([b"new%d" % i for i in range(5)])) == 4
 
 
+def test_a13_one_lease_and_many_puts_keep_no_space_from_writers() -> None:
+    driver = Driver(CatalogSettings(objects_max=1 << 14, evict_high_ratio=1.0, evict_low_ratio=1.0))
+    driver.mount("a", 64 * 1024)
+    driver.put([b"old"], 4096)
+    driver.locate([b"old"])
+    for i in range(60):
+        assert driver.put([b"new%d" % i], 4096) == [OK]
+    assert driver.exists([b"old", b"new0", b"new59"]) == [1, 0, 1]
+
+
 def test_a33_one_put_evicts_a_bounded_number_of_objects() -> None:
     driver = Driver(CatalogSettings(objects_max=1 << 14))
     driver.mount("a", 1 << 20)
