@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mooncake_py.clock import Clock, SystemClock
 from mooncake_py.errors import MasterUnavailable
-from mooncake_py.master.metadata import Loaded, first_term
+from mooncake_py.master.metadata import Loaded, next_term
 
 LAYOUT = 1
 FILE_NAME = "master.db"  # inside a folder that was given as the path
@@ -173,7 +173,7 @@ class EmbeddedStore:
         cluster_id = meta.get("cluster_id", uuid.uuid4().hex.encode())
         secret = meta.get("secret", secrets.token_bytes(32))
         now_ms = self._clock.now_ms()
-        term = int(meta["term"]) + 1 if "term" in meta else first_term(now_ms)
+        term = next_term(now_ms, int(meta.get("term", b"0")))
         born_ms = int(meta.get("born_ms", b"%d" % now_ms if "term" not in meta else b"0"))
         values = {
             "layout": b"%d" % LAYOUT, "cluster_id": cluster_id, "secret": secret,

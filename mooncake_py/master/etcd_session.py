@@ -18,7 +18,7 @@ from mooncake_py.clock import Clock, Deadline
 from mooncake_py.errors import MasterUnavailable, NotLeader
 from mooncake_py.master.election import Leadership, LeaseTimes, Stand
 from mooncake_py.master.etcd import EtcdClient, Unclear
-from mooncake_py.master.metadata import first_term
+from mooncake_py.master.metadata import next_term
 from mooncake_py.wire.etcd import pb
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Campaign:
         sent_ms = self._clock.now_ms()
         lease = self._client.lease_grant(self._times.lease_ms // 1000, deadline.left_ms())
         term_kv, _ = self._client.get(self._term_key, deadline.left_ms())
-        term = first_term(sent_ms) if term_kv is None else int(term_kv.value) + 1
+        term = next_term(sent_ms, int(term_kv.value) if term_kv is not None else 0)
         value = json.dumps({"term": term, "grpc": self._address, "lease": lease}).encode()
         compares = [
             unchanged(self._term_key, term_kv.mod_revision if term_kv is not None else 0),

@@ -6,7 +6,7 @@ implementation to:
 
 * `append` is all or nothing and durable when it returns; records come back in the order in which
   they were appended.
-* `load` begins a term (`first_term` in a store that is new): its number is greater than that of
+* `load` begins a term (`next_term`): its number is greater than that of
   every earlier `load`, and durable before it is returned. While one process has a store loaded, no
   other can.
 * `raise_term` goes on in a greater term; it is durable when it returns, and later ones are above.
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-_MINUTES_TO_2020 = 26_297_280  # since 1970
+_MS_TO_2020 = 1_577_836_800_000  # since 1970
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,12 @@ class Loaded:
     born_ms: int = 0
 
 
-def first_term(now_ms: int) -> int:
-    """The number of the first term of a store that is made now: minutes since 2020. Should it
-    replace a store that was lost, its terms are above those of the lost one, and so are
-    generations and whatever nodes and clients compare."""
-    return max(1, now_ms // 60_000 - _MINUTES_TO_2020)
+def next_term(now_ms: int, before: int = 0) -> int:
+    """The number of a term that begins now: milliseconds since 2020, or what is above the term
+    `before`, the last one that the store knows. Should the store replace one that was lost, its
+    terms are above those of the lost one, and so are generations and whatever nodes and clients
+    compare: no process ends and another one begins within a millisecond."""
+    return max(1, before + 1, now_ms - _MS_TO_2020)
 
 
 class MetadataStore(Protocol):

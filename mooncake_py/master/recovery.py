@@ -38,7 +38,10 @@ from mooncake_py.master.state import CatalogState
 from mooncake_py.master.work import Work
 from mooncake_py.model import EXTENT_ROW, REPLICA_ROW
 
-_GENERATION_BITS = 40  # of a generation count puts within a term, the rest is the term
+# Of a generation so many bits count puts within a term, the rest is the term, in milliseconds. A
+# term with more puts goes on with the generations of later ones, which no master has by then unless
+# it grants more than two million a millisecond.
+_GENERATION_BITS = 21
 _SEGMENT_BITS = 16  # likewise of a segment id; more mounts than that go on in the next term's
 _STRIDE = 8_192  # slots of one page of the comparison
 _RANGES_MAX = 1_024  # of generations that a node is asked for

@@ -477,7 +477,7 @@ class CatalogState:
 
     def reserve_generations(self, work: Work, count: int) -> None:
         """Make sure that `count` more generations may be used. Within a term they may; without
-        terms (or beyond 2 ** 40 puts in one) a durable record reserves a block."""
+        terms (or beyond 2 ** 21 puts in one) a durable record reserves a block."""
         if self.next_generation + count <= self.generation_mark:
             return
         self.generation_mark = self.next_generation + count + self.settings.generation_block

@@ -134,8 +134,12 @@ class BatchWriter:
         again = [i for i, code in enumerate(codes) if code not in _SETTLED]
         if again:
             self._reservations.clear()
-            for i, code in zip(again, self._write_granted(job.select(again)), strict=True):
-                codes[i] = code
+            rest = job.select(again)
+            try:
+                for i, code in zip(again, self._write_granted(rest), strict=True):
+                    codes[i] = code
+            finally:
+                rest.pieces.release()
         return codes
 
     # --- with reservations ---

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -33,6 +34,7 @@ def shapes(network: bool, clocks: bool, etcd: bool) -> dict[str, tuple[Shape, in
         found["etcd"] = Shape("etcd", 1, network=network, clocks=clocks), 4
         found["quorum"] = Shape("quorum", 3, master_count=3, network=network, clocks=clocks), 3
         found["full"] = Shape("full", 1, segment_mib=8, streams=True, network=network), 1
+        found["tier"] = replace(found["full"][0], name="tier", disk_mib=24), 1
     found["embedded"] = Shape("embedded", 0, master_count=1, clocks=clocks), 2
     return found
 

@@ -29,6 +29,7 @@ class Shape:
     clocks: bool = False  # libfaketime is there
     segment_mib: int = 64
     streams: bool = False  # the nodes fill up, so objects are evicted
+    disk_mib: int = 0  # each node has a disk tier of this size; 0: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,9 @@ class World:
         if name[0] == "n":
             options = ["--master", self.master_address, "--listen", self.address(name)]
             options += ["--name", name, "--segment-bytes", f"{self.shape.segment_mib}MiB"]
+            if self.shape.disk_mib:
+                options += ["--disk", str(self.folder / f"disk-{name}")]
+                options += ["--disk-size", f"{self.shape.disk_mib}MiB"]
             return "mooncake_py.store.node", options
         transports = ("tcp",) if name == "c1" else ("local", "shm", "tcp")
         spec = {

@@ -253,7 +253,7 @@ def test_f11_a25_all_masters_killed_and_started_again_know_everything(
 def test_f64_a_deleted_prefix_of_etcd_is_a_new_cluster_with_all_objects(
     tmp_path: Path, etcd: EtcdCluster
 ) -> None:
-    """Twice within a minute, so that first terms, which count minutes, do not grow in between."""
+    """And again, before the nodes have settled at the new one."""
     with Masters(tmp_path, etcd, 2, node_count=2) as masters, closing(etcd.client()) as admin:
         with StoreClient(masters.address, timeout_ms=T) as client:
             keys = [f"k{i}" for i in range(100)]

@@ -20,6 +20,7 @@ from daemons import calls, send, status, wait_until
 from mooncake_py import StoreClient, TransferEngine
 from mooncake_py.errors import (
     AccessRefused,
+    LeaseExpired,
     MasterUnavailable,
     MooncakeError,
     ObjectExists,
@@ -251,7 +252,9 @@ def test_a42_a_client_outlives_a_restart_of_the_master(fresh_cluster: Cluster) -
         assert store.get("after") == b"a" * 50_000
 
 
-def test_an_error_that_is_kept_holds_nothing_of_its_caller(fresh_cluster: Cluster) -> None:
+def test_an_error_that_is_kept_holds_nothing_of_its_caller(
+    fresh_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bytearray cannot be resized while anybody holds its bytes."""
     held: list[MooncakeError] = []
 
@@ -269,13 +272,20 @@ def test_an_error_that_is_kept_holds_nothing_of_its_caller(fresh_cluster: Cluste
             client.put("there", b"1")
             fail(lambda b: client.put("there", b), ObjectExists)
             fail(lambda b: client.get("absent", into=b), ObjectNotFound)
+            writer = client._writer
+            monkeypatch.setattr(writer, "_take_reservations", lambda job: [()])
+            expired = [LeaseExpired.code]
+            monkeypatch.setattr(writer, "_write_reserved", lambda job, runs: list(expired))
+            fail(lambda b: client.put("there", b), ObjectExists)
             fresh_cluster.master.child.kill()
+            fail(lambda b: client.put("late", b), MasterUnavailable)
+            monkeypatch.undo()
             fail(lambda b: client.put("new", b), MasterUnavailable)
             fail(lambda b: client.get("new", into=b), MasterUnavailable)
-            assert len(held) == 4
+            assert len(held) == 6
             gc.collect()
             alone = [weakref.ref(error) for error in held]
             held.clear()
-            assert [ref() for ref in alone] == [None] * 4, "an error is part of a cycle of ours"
+            assert [ref() for ref in alone] == [None] * 6, "an error is part of a cycle of ours"
     finally:
         gc.enable()
