@@ -2,7 +2,8 @@
 
 Excuses are generous by `GRACE`: what the master and the clients take to notice that somebody is
 back (suspicion, doubts about reported placements, avoided nodes). Nothing is excused for masters,
-etcd, clients and clocks: whatever happens to those, no acknowledged object may be missing.
+etcd, clients and clocks: whatever happens to those, no acknowledged object may be missing. (Without
+etcd the nodes may first have to tell a new master.)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mooncake_py.model import EXTENT_HEADER_BYTES
 GRACE = 4 * SECOND
 DEAD = (DEAD_MS - 1_500) * 1_000_000  # silent for longer: perhaps forgotten
 CALL_MS = 2_000
+LOOK = SECOND // 4
 
 Undo = Callable[[], None]
 
@@ -40,6 +42,8 @@ class Faults:
         self.doubts: list[tuple[int, int]] = []
         self.pauses: dict[str, list[tuple[int, int]]] = {}
         self.leader_kills: list[int] = []  # ns
+        self._untold: dict[str, int] = {}  # node -> since when a master may not know what it holds
+        self._down_at = self._look_at = 0
         self.done: dict[str, int] = {}  # kind and group -> count
         self.said: list[str] = []
 
@@ -70,7 +74,7 @@ class Faults:
                 self._away(name, now, FOREVER, lost=True)
 
         if self.world.database is not None and names[0][0] == "m":
-            self.doubts.append((now, now + step.for_ms * 1_000_000 + 2 * GRACE))  # last records
+            self._master_ended(now)
 
         def undo() -> None:
             for name in names:
@@ -89,15 +93,33 @@ class Faults:
         self.world.kill(names[0])
         for file in folder.glob("master.db*"):
             file.unlink()
-        nodes = self.world.names("n")
-        for node in nodes:
-            self._away(node, now, FOREVER)
+        self._master_ended(now)
+        return lambda: self.world.start(names[0])
 
-        def back() -> None:
-            for node in nodes:
-                self._ends(node, now, time.monotonic_ns(), may_be_lost=False)
+    def _master_ended(self, now: int) -> None:
+        """With its last records, or all of them: until the nodes have told what they hold, which
+        takes a busy machine seconds, objects may be misses."""
+        self._down_at = now
+        for node in self.world.names("n"):
+            if node not in self._untold:
+                self._untold[node] = now
+                self._away(node, now, FOREVER)
 
-        return lambda: self.world.start(names[0], back)
+    def look(self) -> None:
+        """Which nodes have told? Now and then."""
+        now = time.monotonic_ns()
+        ready_at = max((self.world.ready_at.get(m, 0) for m in self.world.names("m")), default=0)
+        if not self._untold or now < self._look_at or ready_at < self._down_at:
+            return
+        self._look_at = now + LOOK
+        try:
+            with closing(MasterClient(self.world.master_address)) as master:
+                segments = master.status(timeout_ms=LOOK // 1_000_000).segments
+        except MooncakeError:
+            return
+        for node in [each.node for each in segments if each.state == "alive"]:
+            if node in self._untold:
+                self._ends(node, self._untold.pop(node), now, may_be_lost=False)
 
     def _is_up(self, name: str) -> bool:
         return name[0] == "e" or name in self.world.ready_at

@@ -103,6 +103,7 @@ class Run:
                 entry[1]()
             self.world.poll()
             self._look_for_casualties()
+            self.faults.look()
             waiter.poll(20)
 
     def _is_due(self, now_ms: int) -> bool:
