@@ -154,8 +154,10 @@ class Run:
                 segments = master.status(timeout_ms=1_000).segments
         except MooncakeError:
             return False
-        nodes = sorted(s.node for s in segments if s.state == "alive")
-        return nodes == self.world.names("n") == sorted(s.node for s in segments)
+        each = 2 if self.world.shape.disk_mib else 1  # a segment of memory, and one of disk
+        expected = sorted(self.world.names("n") * each)
+        alive = sorted(s.node for s in segments if s.state == "alive")
+        return alive == expected == sorted(s.node for s in segments)
 
     def count_evictions(self) -> int:
         """As far as the master that leads now remembers."""
@@ -167,6 +169,11 @@ class Run:
                 if not page.events:
                     return count
                 after = page.events[-1].sequence
+
+    def _disk_nbytes(self) -> float:
+        with closing(MasterClient(self.world.master_address)) as master:
+            segments = master.status(timeout_ms=5_000).segments
+        return sum(each.used_bytes for each in segments if each.disk_id)
 
     def last_reads(self, keys: Sequence[str]) -> list[Operation]:
         """Every key once more, by a client that knows nothing."""
@@ -187,6 +194,8 @@ class Run:
         operations = read_histories(sorted(self.world.folder.glob("*.history")))
         keys = sorted({o.key for o in operations if o.kind in WRITES})
         evictions = self.count_evictions() if shape.streams else 0
+        if shape.disk_mib and not self._disk_nbytes():
+            self._complain("idle", "disk tiers", "nothing was offloaded")
         try:
             operations += self.last_reads(keys)
         except MooncakeError as error:

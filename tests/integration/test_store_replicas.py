@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
+from contextlib import closing
 
 import pytest
 from daemons import calls, send, wait_until
 
 from mooncake_py import ReplicaPolicy, StoreClient
 from mooncake_py.errors import MooncakeError, ObjectNotFound
+from mooncake_py.master.client import MasterClient
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 
 MIB = 1 << 20
@@ -79,3 +82,67 @@ def test_a17_two_replicas_lie_on_two_nodes_and_either_serves() -> None:
         cluster.nodes[1].child.kill()
         with StoreClient(cluster.address) as other:
             assert other.get("both") == b"b" * 100_000
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_f14_f36_one_of_three_nodes_dies_no_read_fails_and_replicas_are_made_again(
+    transport: str,
+) -> None:
+    """`pytest -s -k f14_f36` prints the figures of design/recovery.md."""
+    keys = [f"f14/{i}" for i in range(200)]
+    values = [bytes([i]) * 30_000 for i in range(200)]
+    options = ClusterOptions(
+        node_count=3, segment_bytes=64 * MIB, master_arguments=["--set", "dead_ms=3s"]
+    )
+    with (
+        Cluster(options) as cluster,
+        StoreClient(cluster.address, transports=(transport,)) as store,
+    ):
+        assert store.put_batch(keys, values, policy=TWO) == [None] * len(keys)
+        times: list[float] = []
+        failed: list[object] = []
+        done = threading.Event()
+
+        def read() -> None:
+            for i in itertools.cycle(range(len(keys))):
+                begin = time.monotonic()
+                (got,) = store.get_batch([keys[i]])
+                times.append(time.monotonic() - begin)
+                if got != values[i]:
+                    failed.append(got)
+                if done.is_set():
+                    return
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        wait_until(lambda: len(times) > len(keys))
+        before, killed = len(times), time.monotonic()
+        send(cluster.nodes[0], signal.SIGKILL)
+        wait_until(lambda: _replicas(cluster, keys) == [2] * len(keys), timeout_ms=30_000)
+        whole = time.monotonic() - killed
+        done.set()
+        reader.join(30)
+        event = sorted(times[before:])
+        p99 = event[int(0.99 * len(event))]
+        print(
+            f"{transport}: {len(event)} gets in the event, {len(failed)} failed, p99 "
+            f"{1e3 * p99:.1f} ms, worst {1e3 * event[-1]:.1f} ms; whole after {whole:.1f} s"
+        )
+        assert failed == []
+        assert p99 < 1.0
+
+
+def _replicas(cluster: Cluster, keys: list[str]) -> list[int]:
+    """How many replicas each has on the two nodes that live; none before the third is missed."""
+    with closing(MasterClient(cluster.address)) as master:
+        segments = {
+            s.segment_id for s in master.status(timeout_ms=5_000).segments if s.state == "alive"
+        }
+        placed = master.locate("default", [key.encode() for key in keys], timeout_ms=5_000)
+    counts = [0] * len(keys)
+    if len(segments) != 2:
+        return counts
+    for row in placed.rows:
+        if placed.segments[int(row["segment_index"])].segment_id in segments:
+            counts[int(row["key_index"])] += 1
+    return counts
