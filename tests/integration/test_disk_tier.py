@@ -303,6 +303,40 @@ def test_a75_small_objects_take_no_files_and_large_ones_pass(tmp_path: Path) -> 
         assert store.get(large[-1]) == value(large[-1], 6 * MIB)
 
 
+def test_f41_objects_of_64_mib_go_to_the_disk_and_come_back(tmp_path: Path) -> None:
+    nbytes = 64 * MIB
+    where = options(tmp_path, size=1 << 30, memory=320 * MIB)
+    with Cluster(where) as cluster, StoreClient(cluster.address, timeout_ms=20_000) as store:
+        keys = names(7, "large")
+        for key in keys:
+            store.put(key, value(key, nbytes))
+            wait_until(lambda: not numbers(cluster).get("disk_pending_bytes", 0))
+        found, _ = read_all(store, keys, nbytes)
+        assert len(found) >= 5, numbers(cluster)
+        assert numbers(cluster)["evictions_to_disk"] >= 1
+        assert sum(path.stat().st_size for path in files_of(tmp_path)) % nbytes == 0
+
+
+def test_a80_a_disk_that_became_read_only_fails_no_put_and_still_serves(tmp_path: Path) -> None:
+    with Cluster(options(tmp_path)) as cluster, StoreClient(cluster.address) as store:
+        put_until(store, "a", SIZE, lambda: numbers(cluster).get("evictions_to_disk", 0) > 20)
+        objects = str(tmp_path / "objects")
+        if subprocess.run(["mount", "--bind", objects, objects], check=False).returncode:
+            pytest.skip("this user may not mount a file system")
+        try:
+            read_only = ["mount", "-o", "remount,bind,ro", objects]
+            subprocess.run(read_only, check=True)
+            fails = "disk_drops.disk_failed"
+            last = put_until(store, "b", SIZE, lambda: numbers(cluster).get(fails, 0) > 0)
+            assert read_all(store, last)[0]  # puts go on
+            kept = [o.key for o in store.list("a")]
+            assert read_all(store, kept)[0]  # and so do reads of what is there
+        finally:
+            subprocess.run(["umount", "-l", objects], check=True)
+        before = numbers(cluster)["disk_offloads"]
+        put_until(store, "c", SIZE, lambda: numbers(cluster)["disk_offloads"] > before + 10)
+
+
 def node_command(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mooncake_py.store.node", "--master", cluster.address]
     return subprocess.run(
