@@ -11,28 +11,34 @@ asynchronous batch's status, is that of all of its slices.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 from mooncake_py import errors
+from mooncake_py.compat.guard import guarded, nothing
 from mooncake_py.compat.lifecycle import transports_of
+from mooncake_py.compat.peers import (
+    ROW,
+    Remote,
+    TransferNotify,
+    TransferOpcode,
+    check_local,
+)
 from mooncake_py.config import join_address, split_address, upstream_variable
 from mooncake_py.errors import MooncakeError, UsageError
-from mooncake_py.store.raw_memory import raw_view
+from mooncake_py.store.raw_memory import is_mapped, raw_view
 from mooncake_py.transfer import (
     SLICE,
     Batch,
     EngineOptions,
     Memory,
     Message,
-    Peer,
     Region,
 )
 from mooncake_py.transfer import TransferEngine as Engine
@@ -44,34 +50,39 @@ OK, INVALID_ARGUMENT, ADDRESS_NOT_REGISTERED, ADDRESS_OVERLAPPED = 0, -1, -3, -7
 RUNNING, DONE, FAILED, TIMED_OUT = 0, 1, -1, -2
 
 REGIONS = 0x4D43  # message kind: what memory do you offer?
-_ROW = np.dtype([("address", "<u8"), ("nbytes", "<u8"), ("region", "<u4"), ("reserved", "<u4")])
+NOTIFY = 0x4D44  # message kind: a TransferNotify as JSON; answered once it can be fetched
+NOTIFIES_MAX = 65_536  # that nobody fetched; older ones are dropped
 _CONNECT_MS = 5_000
 _PROBE_MS = 2_000
 BATCHES_MAX = 65_536  # asynchronous ones that nobody asked about
 
 
-class TransferOpcode(IntEnum):
-    Read = 0
-    Write = 1
+_ONE, _NUMBER = nothing(INVALID_ARGUMENT), nothing(0)
 
 
-@dataclass(slots=True)
-class _Remote:
-    """A peer and what it offered when it was last asked: rows by address, ascending."""
-
-    peer: Peer
-    rows: list[tuple[int, int, int]]  # address, bytes, region
-
-    def place(self, address: int, nbytes: int) -> tuple[int, int]:
-        """(region, offset). Raises AccessRefused for what is not offered."""
-        at = bisect_right(self.rows, (address, 1 << 64, 0)) - 1
-        if at >= 0:
-            start, size, region = self.rows[at]
-            if address + nbytes <= start + size:
-                return region, address - start
-        raise errors.AccessRefused("the peer has not registered it", address=address)
-
-
+@guarded(
+    {
+        **dict.fromkeys(
+            (
+                "initialize", "initialize_ext", "register_memory", "unregister_memory",
+                "batch_register_memory", "batch_unregister_memory", "free_managed_buffer",
+                "write_bytes_to_buffer", "transfer_sync_write", "transfer_sync_read",
+                "batch_transfer_sync_write", "batch_transfer_sync_read", "transfer_sync",
+                "batch_transfer_sync", "transfer_check_status", "get_batch_transfer_status",
+                "send_probe",
+            ),
+            _ONE,
+        ),
+        **dict.fromkeys(
+            (
+                "allocate_managed_buffer", "get_first_buffer_address", "transfer_submit_write",
+                "batch_transfer_async_write", "batch_transfer_async_read", "batch_transfer_async",
+            ),
+            _NUMBER,
+        ),
+        "read_bytes_from_buffer": nothing(b""),
+    }
+)  # fmt: skip
 class TransferEngine:
     """Thread-safe after `initialize`."""
 
@@ -79,10 +90,11 @@ class TransferEngine:
         self._engine: Engine | None = None
         self._lock = threading.Lock()
         self._regions: dict[int, Region] = {}
-        self._remotes: dict[str, _Remote] = {}
+        self._remotes: dict[str, Remote] = {}
         self._batches: dict[int, Batch] = {}
         self._ids = itertools.count(1)
         self._managed: dict[int, Memory] = {}
+        self._notifies: deque[TransferNotify] = deque(maxlen=NOTIFIES_MAX)
         seconds = upstream_variable("MC_TRANSFER_TIMEOUT", "30")
         self._timeout_ms = 1_000 * max(5, int(seconds) if seconds.isdigit() else 30)
 
@@ -121,12 +133,28 @@ class TransferEngine:
         """For the store's `setup`, which has an engine of its own and does not look into it."""
         return self
 
+    def get_engine_ptr(self) -> int:
+        """Upstream's address of its C++ object. There is none here."""
+        return 0
+
+    def get_local_topology(self, device_name: str | None = None) -> str:
+        """JSON: what this engine found on this machine."""
+        return json.dumps(self._engine.describe() if self._engine is not None else {})
+
     def _answer(self, message: Message) -> None:
+        if message.kind == NOTIFY:
+            try:
+                name, text = json.loads(message.payload)
+            except ValueError:
+                return  # not one of ours; its sender's wait ends
+            self._notifies.append(TransferNotify(str(name), str(text)))
+            message.reply(b"")
+            return
         if message.kind != REGIONS:
             return
         with self._lock:
             found = sorted((each.address, each.nbytes, each.id) for each in self._regions.values())
-        rows = np.zeros(len(found), dtype=_ROW)
+        rows = np.zeros(len(found), dtype=ROW)
         for row, (address, nbytes, region) in zip(rows, found, strict=True):
             row["address"], row["nbytes"], row["region"] = address, nbytes, region
         message.reply(rows.tobytes())
@@ -135,7 +163,7 @@ class TransferEngine:
 
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
         engine = self._engine
-        if engine is None or buffer_addr <= 0 or capacity <= 0:
+        if engine is None or capacity <= 0 or not is_mapped(buffer_addr, capacity):
             return INVALID_ARGUMENT
         with self._lock:
             for address, region in self._regions.items():
@@ -192,10 +220,15 @@ class TransferEngine:
         return OK
 
     def write_bytes_to_buffer(self, dest_address: int, data: bytes, length: int) -> int:
+        if not is_mapped(dest_address, length) or length > len(data):
+            return INVALID_ARGUMENT
         raw_view(dest_address, length)[:] = data[:length]
         return OK
 
     def read_bytes_from_buffer(self, source_address: int, length: int) -> bytes:
+        """Empty for what is no memory of this process."""
+        if not is_mapped(source_address, length):
+            return b""
         return bytes(raw_view(source_address, length))
 
     def get_first_buffer_address(self, segment_name: str) -> int:
@@ -238,6 +271,51 @@ class TransferEngine:
     ) -> int:
         return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, OP_READ)
 
+    def transfer_sync(  # noqa: PLR0913, PLR0917 - upstream's signature
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        opcode: int,
+        notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int:
+        one = ([buffer], [peer_buffer_address], [length])
+        return self.batch_transfer_sync(target_hostname, *one, opcode, notify, transport_hint)
+
+    def batch_transfer_sync(  # noqa: PLR0913, PLR0917 - upstream's signature
+        self,
+        target_hostname: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        opcode: int,
+        notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int:
+        """notify: for the peer's `get_notifies`, once every byte has moved. -1 also when it could
+        not be told."""
+        op = OP_WRITE if int(opcode) == TransferOpcode.Write else OP_READ
+        code = self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, op)
+        if code or notify is None:
+            return code
+        try:
+            payload = json.dumps([notify.name, notify.msg]).encode()
+            self._remote(target_hostname).peer.request(NOTIFY, payload, timeout_ms=_CONNECT_MS)
+        except MooncakeError as error:
+            log.warning("notify of %s: %s", target_hostname, error)
+            self._forget(target_hostname, error)
+            return FAILED
+        return OK
+
+    def get_notifies(self) -> list[TransferNotify]:
+        """What peers have notified since the last call, in order."""
+        found = []
+        while self._notifies:
+            found.append(self._notifies.popleft())
+        return found
+
     def _sync(
         self,
         target: str,
@@ -268,6 +346,9 @@ class TransferEngine:
     def _submit(self, target: str, what: tuple[Any, Any, Any], op: int, again: bool) -> Batch:
         engine = self._live()
         local, remote, lengths = what
+        with self._lock:
+            known = [(each.address, each.nbytes) for each in self._regions.values()]
+        check_local(known, local, lengths)
         there = self._remote(target, again)
         places = [
             there.place(int(address), int(length))
@@ -299,6 +380,18 @@ class TransferEngine:
         lengths: Sequence[int],
     ) -> int:
         return self._begin(target_hostname, (buffers, peer_buffer_addresses, lengths), OP_READ)
+
+    def batch_transfer_async(
+        self,
+        target_hostname: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        opcode: int,
+        transport_hint: str = "",
+    ) -> int:
+        op = OP_WRITE if int(opcode) == TransferOpcode.Write else OP_READ
+        return self._begin(target_hostname, (buffers, peer_buffer_addresses, lengths), op)
 
     def transfer_submit_write(
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int
@@ -376,7 +469,7 @@ class TransferEngine:
             raise UsageError("initialize comes first")
         return self._engine
 
-    def _remote(self, target: str, again: bool = False) -> _Remote:
+    def _remote(self, target: str, again: bool = False) -> Remote:
         """The peer of this session. again: ask it once more what it offers."""
         known = self._remotes.get(target)
         if known is not None and not again:
@@ -385,9 +478,9 @@ class TransferEngine:
             known.peer if known is not None else self._live().open(target, timeout_ms=_CONNECT_MS)
         )
         answer = peer.request(REGIONS, b"?", timeout_ms=_CONNECT_MS)
-        rows = np.frombuffer(answer, dtype=_ROW)
+        rows = np.frombuffer(answer, dtype=ROW)
         columns = [rows[name].tolist() for name in ("address", "nbytes", "region")]
-        found = self._remotes[target] = _Remote(peer, list(zip(*columns, strict=True)))
+        found = self._remotes[target] = Remote(peer, list(zip(*columns, strict=True)))
         return found
 
     def _forget(self, target: str, error: MooncakeError) -> None:

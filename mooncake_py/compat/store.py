@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from mooncake_py.compat import codes
-from mooncake_py.compat.host_memory import (
-    MooncakeHostMemAllocator,
-    bind_to_numa_node,
-    descriptor_at,
-)
+from mooncake_py.compat.guard import guarded, nothing, one, per_key
+from mooncake_py.compat.host_memory import MooncakeHostMemAllocator, bind_to_numa_node
 from mooncake_py.compat.lifecycle import SetupOptions, open_client, options_of
 from mooncake_py.compat.replicas import (
     BufferHandle,
@@ -25,15 +21,13 @@ from mooncake_py.compat.replicas import (
     ReplicaDescriptor,
     ReplicateConfig,
     SoftPinAction,
-    groups_of,
-    policy_of,
 )
-from mooncake_py.errors import MooncakeError, ObjectExists, UsageError
+from mooncake_py.compat.sessions import SessionCalls
+from mooncake_py.compat.tensors import TensorCalls
+from mooncake_py.errors import MooncakeError, UsageError
 from mooncake_py.model import BATCH_MAX_KEYS
 from mooncake_py.store.client import StoreClient
-from mooncake_py.store.node_process import Node
-from mooncake_py.store.raw_memory import RawMemory, raw_view
-from mooncake_py.store.regions import RegisteredMemory
+from mooncake_py.store.raw_memory import RawMemory
 
 __all__ = [
     "BufferHandle",
@@ -46,26 +40,48 @@ __all__ = [
     "bind_to_numa_node",
 ]
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 HEALTHY, NOT_SET_UP, MASTER_UNREACHABLE = 0, 1, 2
 _HEALTH_MS = 2_000
-_PUT_MS = 5_000  # also for space to become free: callers want to hear soon that there is none
 
 
-class MooncakeDistributedStore:
+_ONE = (
+    "register_buffer", "unregister_buffer", "put", "put_parts", "put_batch", "put_from",
+    "put_from_with_metadata", "upsert", "upsert_parts", "upsert_batch", "upsert_from", "get_into",
+    "is_exist", "get_size", "remove", "remove_by_regex", "remove_all", "setup_dummy",
+    "put_tensor", "pub_tensor", "put_tensor_from", "upsert_tensor", "upsert_pub_tensor",
+    "put_tensor_with_tp", "pub_tensor_with_tp",
+)  # fmt: skip
+_PER_KEY = (
+    "batch_put_from", "batch_put_from_multi_buffers", "batch_upsert_from", "batch_get_into",
+    "batch_get_into_multi_buffers", "batch_is_exist", "batch_remove", "batch_get_session_start",
+    "batch_get_session_end", "batch_get_into_multi_buffer_ranges", "batch_put_session_start",
+    "batch_put_from_multi_buffer_ranges", "batch_put_session_end", "batch_put_session_revoke",
+    "batch_put_tensor", "batch_pub_tensor", "batch_put_tensor_from", "batch_upsert_tensor",
+    "batch_upsert_pub_tensor", "batch_put_tensor_with_tp",
+)  # fmt: skip
+_NONE = ("get_buffer", "get_tensor", "get_tensor_into", "get_tensor_with_tp")
+_NONE_PER_KEY = (
+    "batch_get_buffer", "batch_get_tensor", "batch_get_tensor_into", "batch_get_tensor_with_tp",
+)  # fmt: skip
+
+
+@guarded(
+    {
+        **dict.fromkeys(_ONE, one),
+        **dict.fromkeys(_PER_KEY, per_key),
+        **dict.fromkeys(_NONE, nothing(None)),
+        **dict.fromkeys(_NONE_PER_KEY, nothing([None])),
+        "get": nothing(b""),
+        "get_batch": nothing([b""]),
+        "get_into_ranges": lambda *_, **__: [],
+        "get_replica_desc": lambda *_, **__: [],
+        "batch_get_replica_desc": lambda *_, **__: {},
+    }
+)
+class MooncakeDistributedStore(SessionCalls, TensorCalls):
     """Thread-safe, except that `setup` and `close` are for one thread at a time."""
-
-    def __init__(self) -> None:
-        self._client: StoreClient | None = None
-        self._node: Node | None = None
-        self._hostname = ""
-        self._memory = RawMemory()
-        self._registered: dict[int, RegisteredMemory] = {}
-        self._sessions: dict[str, int] = {}  # key -> times begun
-        self._lock = threading.Lock()
 
     # --- lifecycle ---
 
@@ -140,40 +156,6 @@ class MooncakeDistributedStore:
         """The name of this process's own memory, for `preferred_segment`."""
         return self._hostname
 
-    # --- memory ---
-
-    def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        def register(client: StoreClient) -> int:
-            if buffer_ptr in self._registered or size <= 0:
-                raise UsageError("registered already, or no memory", address=buffer_ptr)
-            view = self._memory.add(buffer_ptr, size)
-            if view is None:
-                raise UsageError("part of memory that is registered already")
-            try:
-                fd = descriptor_at(buffer_ptr, size)
-                self._registered[buffer_ptr] = client.register(view, fd=fd)
-            except MooncakeError:
-                self._memory.drop(buffer_ptr)
-                raise
-            return codes.OK
-
-        with self._lock:
-            return self._code(register)
-
-    def unregister_buffer(self, buffer_ptr: int) -> int:
-        with self._lock:
-            memory = self._registered.pop(buffer_ptr, None)
-            if memory is None:
-                return codes.INVALID_PARAMS
-            self._memory.drop(buffer_ptr)
-        memory.close()
-        return codes.OK
-
-    def _view(self, address: int, nbytes: int) -> memoryview:
-        if self._memory.covers(address, nbytes):
-            return self._memory.slice(address, nbytes)
-        return raw_view(address, nbytes)
-
     # --- writing ---
 
     def put(self, key: str, value: Any, config: Any = None) -> int:
@@ -215,56 +197,47 @@ class MooncakeDistributedStore:
         values = [self._pieces(*each) for each in zip(all_buffer_ptrs, all_sizes, strict=True)]
         return self._put_all(keys, values, config)
 
+    def put_from_with_metadata(
+        self,
+        key: str,
+        buffer_ptr: int,
+        metadata_buffer_ptr: int,
+        size: int,
+        metadata_size: int,
+        config: Any = None,
+    ) -> int:
+        """One object: the metadata, then the data."""
+        return self.batch_put_from_multi_buffers(
+            [key], [[metadata_buffer_ptr, buffer_ptr]], [[metadata_size, size]], config
+        )[0]
+
     def upsert(self, key: str, value: Any, config: Any = None) -> int:
         """Replace; for a moment there is no object."""
-        code = self.remove(key, force=True)
-        return (
-            code if code not in (codes.OK, codes.OBJECT_NOT_FOUND) else self.put(key, value, config)
-        )
+        return self._replace([key], [value], config)[0]
+
+    def upsert_parts(self, key: str, *parts: Any, config: Any = None) -> int:
+        return self._replace([key], [list(parts)], config)[0]
+
+    def upsert_batch(self, keys: Sequence[str], values: Sequence[Any], config: Any = None) -> int:
+        """One code for all: the first that is not a success."""
+        if len(keys) != len(values):
+            return codes.INVALID_PARAMS
+        return next((code for code in self._replace(keys, values, config) if code), codes.OK)
 
     def upsert_from(self, key: str, buffer_ptr: int, size: int, config: Any = None) -> int:
-        pieces = self._pieces([buffer_ptr], [size])
-        return codes.INVALID_PARAMS if pieces is None else self.upsert(key, pieces, config)
+        return self.batch_upsert_from([key], [buffer_ptr], [size], config)[0]
 
-    def _pieces(self, ptrs: Sequence[int], sizes: Sequence[int]) -> list[memoryview] | None:
-        """The memory of one object, or None when it cannot be right."""
-        if len(ptrs) != len(sizes):
-            return None
-        try:
-            return [
-                self._view(int(ptr), int(size))
-                for ptr, size in zip(ptrs, sizes, strict=True)
-                if int(size)
-            ]
-        except UsageError:
-            return None
-
-    def _put_all(self, keys: Sequence[str], values: Sequence[Any], config: Any) -> list[int]:
-        """None among the values stands for one that cannot be right; nor can an empty one."""
-        out = [codes.INVALID_PARAMS] * len(keys)
-        good = [
-            i
-            for i, (key, value) in enumerate(zip(keys, values, strict=True))
-            if key and value is not None and _nbytes(value)
-        ]
-        groups = groups_of(config, len(keys))
-
-        def put(client: StoreClient) -> list[int]:
-            outcomes = client.put_batch(
-                [keys[i] for i in good],
-                [values[i] for i in good],
-                policy=policy_of(config),
-                groups=[groups[i] for i in good] if groups else (),
-                timeout_ms=_PUT_MS,
-            )
-            return [
-                codes.OK if done is None or isinstance(done, ObjectExists) else codes.code_of(done)
-                for done in outcomes
-            ]
-
-        for i, code in zip(good, self._codes(put, len(good)), strict=True):
-            out[i] = code
-        return out
+    def batch_upsert_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: Any = None,
+    ) -> list[int]:
+        if not len(keys) == len(buffer_ptrs) == len(sizes):
+            return [codes.INVALID_PARAMS] * len(keys)
+        values = [self._pieces([ptr], [size]) for ptr, size in zip(buffer_ptrs, sizes, strict=True)]
+        return self._replace(keys, values, config)
 
     # --- reading ---
 
@@ -329,56 +302,6 @@ class MooncakeDistributedStore:
 
         for i, code in zip(good, self._codes(read, len(good)), strict=True):
             out[i] = code
-        return out
-
-    # --- sessions: parts of many objects, without asking the master again ---
-
-    def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
-        def start(client: StoreClient) -> list[int]:
-            with client.session(keys) as session:
-                return [codes.OK if there else codes.OBJECT_NOT_FOUND for there in session.present]
-
-        return self._codes(start, len(keys))
-
-    def batch_get_session_end(self, keys: Sequence[str]) -> list[int]:
-        return [codes.OK] * len(keys)
-
-    def batch_get_into_multi_buffer_ranges(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-        all_offsets: Sequence[Sequence[int]],
-    ) -> list[int]:
-        """Parts of each object, one a buffer, from these offsets. Sums of bytes, or a code."""
-        if not len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_offsets):
-            return [codes.INVALID_PARAMS] * len(keys)
-        names: list[str] = []
-        targets: list[Any] = []
-        ranges: list[tuple[int, int]] = []
-        owners: list[int] = []
-        out = [0] * len(keys)
-        for i, (ptrs, sizes, offsets) in enumerate(
-            zip(all_buffer_ptrs, all_sizes, all_offsets, strict=True)
-        ):
-            if not keys[i] or not len(ptrs) == len(sizes) == len(offsets):
-                out[i] = codes.INVALID_PARAMS
-                continue
-            for ptr, size, offset in zip(ptrs, sizes, offsets, strict=True):
-                pieces = self._pieces([ptr], [size])
-                if not pieces:
-                    out[i] = codes.INVALID_PARAMS
-                    continue
-                names.append(keys[i])
-                targets.append(pieces[0])
-                ranges.append((int(offset), int(size)))
-                owners.append(i)
-        read = self._codes(
-            lambda client: codes.numbers(client.get_batch(names, targets, ranges=ranges)),
-            len(names),
-        )
-        for i, got in zip(owners, read, strict=True):
-            out[i] = out[i] if out[i] < 0 else got if got < 0 else out[i] + got
         return out
 
     # --- the rest ---
@@ -456,43 +379,3 @@ class MooncakeDistributedStore:
                 }
 
         return self._try(ask, {})
-
-    # --- codes instead of exceptions ---
-
-    def _try(self, call: Callable[[StoreClient], T], otherwise: T) -> T:
-        client = self._client
-        if client is None:
-            return otherwise
-        try:
-            return call(client)
-        except MooncakeError as error:
-            log.warning("%s", error)
-            return otherwise
-
-    def _code(self, call: Callable[[StoreClient], int]) -> int:
-        client = self._client
-        if client is None:
-            return codes.INVALID_PARAMS
-        try:
-            return int(call(client))
-        except MooncakeError as error:
-            log.warning("%s", error)
-            return codes.code_of(error)
-
-    def _codes(self, call: Callable[[StoreClient], list[int]], count: int) -> list[int]:
-        client = self._client
-        if client is None:
-            return [codes.INVALID_PARAMS] * count
-        try:
-            return call(client)
-        except MooncakeError as error:
-            log.warning("%s", error)
-            return [codes.code_of(error)] * count
-
-
-def _nbytes(value: Any) -> int:
-    if isinstance(value, (list, tuple)):
-        return sum(map(_nbytes, value))
-    if hasattr(value, "data_ptr"):
-        return int(value.numel() * value.element_size())
-    return memoryview(value).nbytes

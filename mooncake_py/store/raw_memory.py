@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -10,12 +11,27 @@ from mooncake_py.errors import UsageError
 
 Piece = tuple[int, int]  # address, bytes
 
+ADDRESS_MAX = 1 << 63
+_MS_ASYNC = 1
+_msync = ctypes.CDLL(None).msync
+_msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 
 def raw_view(address: int, nbytes: int) -> memoryview:
     """The range as bytes; the caller keeps it mapped. Raises UsageError for what is no range."""
     if address <= 0 or nbytes < 0:
         raise UsageError("memory is an address above 0 and a size", address=address, nbytes=nbytes)
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def is_mapped(address: int, nbytes: int) -> bool:
+    """Whether all of the range is memory of this process: reading elsewhere would end it. Asks the
+    kernel, without looking at the memory itself."""
+    if address <= 0 or nbytes < 0 or address + nbytes > ADDRESS_MAX:
+        return False
+    start = address - address % mmap.PAGESIZE
+    # MS_ASYNC has written nothing since Linux 2.6.19; what is left is the check of the range.
+    return bool(_msync(start, address + nbytes - start, _MS_ASYNC) == 0)
 
 
 class RawMemory:

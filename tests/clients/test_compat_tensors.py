@@ -1,0 +1,65 @@
+"""Upstream's calls for tensors. Beside the engines' tests because these have torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mooncake_py.compat.store import MooncakeDistributedStore
+from mooncake_py.ops.cluster import Cluster
+
+
+@pytest.fixture(scope="module")
+def store(cluster: Cluster) -> Iterator[MooncakeDistributedStore]:
+    made = MooncakeDistributedStore()
+    assert made.setup("127.0.0.1", "", 0, 1 << 20, "tcp", "", cluster.address) == 0
+    yield made
+    assert made.close() == 0
+
+
+def at(array: np.ndarray[Any, Any]) -> int:
+    return int(array.ctypes.data)
+
+
+def test_f50_tensors_come_back_with_their_shape_and_type(store: MooncakeDistributedStore) -> None:
+    tensors = [
+        torch.randn(3, 5), torch.randn(2, 2, 4).to(torch.bfloat16), torch.arange(7),
+        torch.tensor(2.5), torch.randn(6, 4).t(), torch.zeros(0, 3),
+        torch.ones(3, dtype=torch.bool),
+    ]  # fmt: skip
+    keys = [f"tensor{i}" for i in range(len(tensors))]
+    assert store.batch_put_tensor([*keys, "no"], [*tensors, "no tensor"]) == [0] * 7 + [-600]
+    for found, tensor in zip(
+        store.batch_get_tensor([*keys, "none"]), [*tensors, None], strict=True
+    ):
+        assert (found is None) == (tensor is None)
+        assert tensor is None or (found.dtype == tensor.dtype and torch.equal(found, tensor))
+    space = np.zeros(1024, np.uint8)
+    there = store.get_tensor_into(keys[0], at(space), space.nbytes)
+    assert torch.equal(there, tensors[0])
+    assert there.data_ptr() == at(space) + 304
+    assert store.put_tensor_from("again", at(space), 304 + 60) == 0
+    assert torch.equal(store.get_tensor("again"), tensors[0])
+    assert store.get_tensor_into(keys[0], at(space), 10) is None
+    assert store.upsert_tensor(keys[0], tensors[2]) == 0
+    assert torch.equal(store.get_tensor(keys[0]), tensors[2])
+    assert store.upsert_tensor(keys[0], "no tensor") == -600
+    assert torch.equal(store.get_tensor(keys[0]), tensors[2])
+    store.put("bytes", b"x" * 400)
+    assert store.get_tensor("bytes") is None
+
+
+def test_f50_tensors_are_cut_for_tensor_parallel_ranks(store: MooncakeDistributedStore) -> None:
+    tensor = torch.randn(8, 6)
+    assert store.put_tensor_with_tp("cut", tensor, tp_size=2, split_dim=1) == 0
+    parts = [store.get_tensor_with_tp("cut", rank, 2, 1) for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 1), tensor)
+    assert store.is_exist("cut_tp_1") == 1
+    assert store.put_tensor("whole", tensor) == 0
+    assert torch.equal(store.get_tensor_with_tp("whole", 1, 4, 0), tensor[2:4])
+    assert store.put_tensor_with_tp("thin", tensor, tp_size=9) == -600
+    assert [each.shape for each in store.batch_get_tensor_with_tp(["cut"], 1, 2)] == [(8, 3)]
