@@ -25,6 +25,12 @@ class Deadline {
     return deadline;
   }
 
+  static Deadline at(int64_t ns) {
+    Deadline deadline;
+    deadline.at_ns_ = ns;
+    return deadline;
+  }
+
   int64_t at_ns() const { return at_ns_; }
   bool is_never() const { return at_ns_ == std::numeric_limits<int64_t>::max(); }
   bool passed() const { return !is_never() && now_ns() >= at_ns_; }

@@ -259,8 +259,7 @@ int32_t mc_batch_submit(mc_engine* engine, uint64_t id, mc_slice* slices, uint64
     std::shared_ptr<Peer> peer;
     if (status == MC_OK) status = core.find_peer(id, &peer);
     if (status != MC_OK) return status;
-    const Deadline deadline = Deadline::in_ms(timeout_ms);
-    const auto batch = std::make_shared<Batch>(slices, n, deadline);
+    const auto batch = std::make_shared<Batch>(slices, n, timeout_ms);
     auto handle = std::make_unique<mc_batch>();
     handle->core = engine->core;
     handle->endpoint = peer->endpoint;
@@ -274,7 +273,7 @@ int32_t mc_batch_submit(mc_engine* engine, uint64_t id, mc_slice* slices, uint64
     if (!batch->done()) {
       core.loop().watch();  // nobody may come to wait for it
       handle->timer = core.loop().call_at(
-          deadline, [weak = std::weak_ptr(batch), endpoint = std::weak_ptr(peer->endpoint)] {
+          batch->deadline(), [weak = std::weak_ptr(batch), endpoint = std::weak_ptr(peer->endpoint)] {
             const auto late = weak.lock();
             const auto at = endpoint.lock();
             if (late && at && !late->done()) {
@@ -329,14 +328,14 @@ int32_t mc_transfer(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n
     std::shared_ptr<Peer> peer;
     if (status == MC_OK) status = core.find_peer(id, &peer);
     if (status != MC_OK) return status;
-    const auto batch = std::make_shared<Batch>(slices, n, Deadline::in_ms(timeout_ms));
+    const auto batch = std::make_shared<Batch>(slices, n, timeout_ms);
     core.track(batch, peer->endpoint);
     try {
       peer->endpoint->submit(batch, true);
     } catch (const std::bad_alloc&) {
       end_batch(*peer->endpoint, batch, MC_E_OUT_OF_SPACE, "out of memory");  // what has begun, too
     }
-    if (!batch->wait(core.loop(), batch->deadline())) {
+    if (!batch->done() && !batch->wait(core.loop(), batch->deadline())) {
       end_batch(*peer->endpoint, batch, MC_E_TIMEOUT,
                 "the transfer did not end before its deadline");
     }

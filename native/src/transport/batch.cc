@@ -10,9 +10,18 @@
 
 namespace mc {
 
-Batch::Batch(mc_slice* slices, uint64_t n, Deadline deadline)
-    : slices_(slices), n_(n), deadline_(deadline), progress_(n), open_(n) {
+Batch::Batch(mc_slice* slices, uint64_t n, uint64_t timeout_ms)
+    : slices_(slices), n_(n), timeout_ms_(timeout_ms), progress_(n), open_(n) {
   if (n == 0) done_.set();
+}
+
+Deadline Batch::deadline() const {
+  int64_t at = deadline_ns_;
+  if (at == 0) {
+    const int64_t asked = Deadline::in_ms(timeout_ms_).at_ns();
+    if (deadline_ns_.compare_exchange_strong(at, asked)) at = asked;  // else another was first
+  }
+  return Deadline::at(at);
 }
 
 int32_t Batch::check(const mc_slice* slices, uint64_t n) {

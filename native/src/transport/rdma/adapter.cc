@@ -304,13 +304,15 @@ void Adapter::ready_on_progress(uint32_t) {
   void* user = nullptr;
   {
     const std::lock_guard lock(poll_mutex_);
-    while (library_.get_cq_event(channel_, &cq, &user) == 0) {
+    // One, because a queue is armed once: asking for another is a system call in vain.
+    if (library_.get_cq_event(channel_, &cq, &user) == 0) {
       ++events_;
-      if (++unacknowledged_ < 64) continue;  // acknowledging takes a lock: many at a time
-      library_.ack_cq_events(cq_, unacknowledged_);
-      unacknowledged_ = 0;
+      armed_ = false;
+      if (++unacknowledged_ >= 64) {  // acknowledging takes a lock: many at a time
+        library_.ack_cq_events(cq_, unacknowledged_);
+        unacknowledged_ = 0;
+      }
     }
-    armed_ = false;
   }
   (void)poll();
   if (outstanding() == 0) return;

@@ -74,7 +74,7 @@ struct Rail {
   int64_t retry_at_ns = 0;
   Backoff backoff;
   std::deque<Posted> posted;
-  uint64_t outstanding_bytes = 0;
+  uint64_t outstanding_bytes = 0, unsignaled_bytes = 0;
   std::string path;  // addresses and numbers, in words
   std::string why;   // of the last failure
   uint64_t read_bytes = 0, written_bytes = 0, errors = 0, resent = 0, connects = 0;

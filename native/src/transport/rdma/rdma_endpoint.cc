@@ -12,6 +12,8 @@ namespace {
 
 constexpr uint64_t kSmallBytes = 64 << 10;  // a batch whose end is worth spinning for
 constexpr int64_t kTooLongNs = 200'000;     // what a batch counts as that did not end meanwhile
+constexpr int kPollsABurst = 64;            // between two looks at the clock
+constexpr int64_t kBurstNs = 10'000;        // what they take, about
 constexpr uint64_t kCancelMs = 20;  // what is posted may end by itself before its rail is destroyed
 
 bool is_small(const Batch& batch) {  // not yet submitted
@@ -139,25 +141,34 @@ void RdmaEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
   look(batch, spins);
 }
 
+// Polls for as long as that pays; what the completion took, about.
+int64_t RdmaEndpoint::spin(Adapter& adapter, const Batch& batch) {
+  const auto burst = [&] {  // without a look at the clock, which may be a system call
+    for (int i = 0; i < kPollsABurst && !batch.done(); ++i) {
+      relax();
+      (void)adapter.poll();
+    }
+  };
+  const int64_t most = adapter.patience().spin_ns();
+  if (batch.done()) return 0;
+  if (most > 0) burst();
+  if (batch.done()) return kBurstNs;
+  // Bounded, also alone on a processor: a sleep and an event cost more than this at its longest.
+  const int64_t begun = now_ns();
+  for (int64_t now = begun; now - begun < most; now = now_ns()) {
+    burst();
+    if (batch.done()) return kBurstNs + now_ns() - begun;
+  }
+  return kTooLongNs;
+}
+
 // Completions that come soon are worth waiting for here; for the others an event is asked for.
 void RdmaEndpoint::look(const std::shared_ptr<Batch>& batch, bool spins) {
   for (const auto& adapter : fabric_.adapters()) {
     if (adapter->outstanding() == 0) continue;
     Patience& patience = adapter->patience();
     (void)adapter->poll();
-    if (spins && !batch->done()) {
-      // Bounded, also alone on a processor: a sleep and an event cost more than this at its longest.
-      const int64_t begun = now_ns(), until = begun + patience.spin_ns();
-      int64_t now = begun;
-      while (!batch->done() && now < until) {
-        relax();
-        (void)adapter->poll();
-        now = now_ns();
-      }
-      patience.took(batch->done() ? now - begun : kTooLongNs);
-    } else if (spins) {
-      patience.took(0);  // the first look found it
-    }
+    if (spins) patience.took(spin(*adapter, *batch));
     if (adapter->outstanding() == 0) continue;
     adapter->arm();
     (void)adapter->poll();

@@ -81,6 +81,7 @@ class RdmaEndpoint final : public StreamEndpoint, public rdma::RailOwner {
   void send_frame(const FrameHead& head, const void* body);
 
   void look(const std::shared_ptr<Batch>& batch, bool spins);
+  static int64_t spin(rdma::Adapter& adapter, const Batch& batch);
   void drop_waiting_locked(const Batch& batch);
 
   // Work (rdma_work.cc).

@@ -145,6 +145,7 @@ void RdmaEndpoint::connect_locked(size_t index) {
   if (to_init(adapter, rail.qp, 0) != MC_OK) return break_locked(rail, last_error(), true);
   rail.attempt = next_attempt_++;
   rail.next_sequence = 0;
+  rail.unsignaled_bytes = 0;
   rail.psn = random_psn();
   rail.state = Rail::State::kConnecting;
   rail.retry_at_ns = Deadline::in_ms(kAnswerMs).at_ns();

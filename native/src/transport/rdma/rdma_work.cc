@@ -12,8 +12,11 @@ using namespace rdma;
 namespace {
 
 constexpr size_t kReadyMax = 64;       // works made ahead of posting
-constexpr uint64_t kSignalBytes = 64 << 10;
-constexpr uint32_t kSignalEvery = 16;  // small works between two completions
+// Between two completions: every one costs system calls here. A work that the processor has to look
+// at afterwards (to copy it on, or for its checksum) gets one of its own, unless it is small.
+constexpr uint64_t kSignalBytes = 4 << 20;
+constexpr uint64_t kSignalOwnBytes = 64 << 10;
+constexpr uint32_t kSignalEvery = 16;
 constexpr uint32_t kTriesMax = 12;
 
 bool is_remote_refusal(uint32_t status) {
@@ -243,8 +246,12 @@ void RdmaEndpoint::post_chain_locked(Rail& rail, std::vector<Work>* works) {
     request.sges = &sges[i];
     request.sge_count = 1;
     request.opcode = read ? verbs::kOpRead : verbs::kOpWrite;
-    const bool signaled =
-        i + 1 == n || work.length >= kSignalBytes || sequence % kSignalEvery == 0;
+    const bool looked_at = work.job->staged != 0 || work.job->part.crc;
+    rail.unsignaled_bytes += work.length;
+    const bool signaled = i + 1 == n || rail.unsignaled_bytes >= kSignalBytes ||
+                          (looked_at && work.length >= kSignalOwnBytes) ||
+                          sequence % kSignalEvery == 0;
+    if (signaled) rail.unsignaled_bytes = 0;
     request.flags = signaled ? verbs::kSendSignaled : 0;
     if (!read && work.length <= rail.inline_bytes) request.flags |= verbs::kSendInline;
     request.remote = work.remote;
