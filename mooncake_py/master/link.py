@@ -8,7 +8,8 @@ Rules:
   `connect` alone waits all of its time.
 * With an engine and a master that offers one, calls take the hot lane and fall back to gRPC when
   the lane breaks. A call that may have arrived is sent again only if that cannot mislead
-  (`Method.repeatable`).
+  (`Method.repeatable`). What an engine may use for bytes does not bind the lane: where that leaves
+  no way to a master, which has no RDMA device to offer, the lane gets an engine of its own.
 * Of several masters the one that leads is found and followed: one that follows names it, one that
   is not there, or silent for `ASK_MS`, is left for the next.
 * Answers of an older term than one seen before are refused: a master that was replaced.
@@ -82,6 +83,7 @@ class MasterLink:
         self._route = Route(address)
         self.address = address
         self._engine = engine
+        self._lane_engine: TransferEngine | None = None  # ours, if the given one has no way there
         self._role = role
         self._clock = clock or SystemClock()
         self._connecting = threading.Lock()
@@ -102,6 +104,9 @@ class MasterLink:
         self._closed = True
         self._drop_lane(self._peer)
         self._route.close()
+        with self._connecting:
+            if self._lane_engine is not None:
+                self._lane_engine.close()
 
     # --- one call -------------------------------------------------------------------------------
 
@@ -282,11 +287,23 @@ class MasterLink:
             address = join_address(self._route.current.host, int(address[1:]))
         try:
             timeout_ms = min(LANE_OPEN_MS, deadline.left_ms())
-            self._peer = engine.open(address, timeout_ms=timeout_ms)
+            self._peer = self._for_lane(engine).open(address, timeout_ms=timeout_ms)
             self._lane_retry_ms = 0
         except MooncakeError as error:
             log.warning("calls go over gRPC: the master's lane cannot be opened: %s", error)
             self._lane_retry_ms = self._clock.now_ms() + LANE_RETRY_MS
+
+    def _for_lane(self, engine: TransferEngine) -> TransferEngine:
+        """Under `_connecting`."""
+        if not {"local", "shm", "tcp"}.isdisjoint(engine.options.transports):
+            return engine
+        if self._closed:
+            raise self._closing()
+        if self._lane_engine is None:
+            from mooncake_py.transfer import EngineOptions  # noqa: PLC0415  (see TYPE_CHECKING)
+
+            self._lane_engine = type(engine)(EngineOptions(transports=("shm", "tcp")))
+        return self._lane_engine
 
     def _renew_lane(self, deadline: Deadline) -> None:
         """Before a call that is sent once only: a lane known to be gone is replaced."""
