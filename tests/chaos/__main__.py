@@ -1,7 +1,9 @@
-"""`python -m tests.chaos [SEED] [--seconds N] [--round NAME]`: kill anything, lose nothing.
+"""`python -m tests.chaos [SEED] [--seconds N] [--round NAME] [--rdma PORTS]`: kill anything, lose
+nothing.
 
 Rounds share the seconds. Each prints its seed, what it did, and what it found; the exit code is 1
-when promises were broken. With `--keep` the folder with histories and logs stays.
+when promises were broken. With `--keep` the folder with histories and logs stays. With `--rdma`, objects
+travel by these ports ("mlx5_0,mlx5_1"), and all processes are on this host: the ports are.
 """
 
 from __future__ import annotations
@@ -44,10 +46,13 @@ def main() -> int:
     parser.add_argument("seed", type=int, nargs="?", default=None)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--round", action="append", default=[], help="only this one")
+    parser.add_argument("--rdma", metavar="PORTS", default="")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(3), "big")
     reason = why_not() if WITHIN not in os.environ else os.environ[WITHIN]
+    if options.rdma:
+        reason = "the ports of RDMA belong to this host"
     if WITHIN not in os.environ and not reason:
         command = inside(sys.executable, "-m", "tests.chaos", str(seed), *_again(options))
         return subprocess.run(command, check=False, env=os.environ | {WITHIN: ""}).returncode
@@ -77,7 +82,9 @@ def _rounds(seed: int, options: argparse.Namespace, reason: str) -> int:
     total = sum(share for _, share in chosen.values())
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     failed = False
-    for name, (shape, share) in chosen.items():
+    ports = tuple(port for port in options.rdma.split(",") if port)
+    for name, (plain, share) in chosen.items():
+        shape = replace(plain, ports=ports)
         seconds = max(10, options.seconds * share // total)
         print(f"chaos: ./dev chaos {seed} --seconds {seconds} --round {name}", flush=True)
         database = None if shape.etcd_count else _database(folder / name, network)

@@ -30,6 +30,7 @@ class Shape:
     segment_mib: int = 64
     streams: bool = False  # the nodes fill up, so objects are evicted
     disk_mib: int = 0  # each node has a disk tier of this size; 0: none
+    ports: tuple[str, ...] = ()  # of RDMA, that nodes and clients use in turn, and nothing else
 
 
 @dataclass(frozen=True, slots=True)

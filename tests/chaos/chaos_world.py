@@ -135,14 +135,20 @@ class World:
             if self.shape.disk_mib:
                 options += ["--disk", str(self.folder / f"disk-{name}")]
                 options += ["--disk-size", f"{self.shape.disk_mib}MiB"]
+            options += ["--transports", ",".join(self.transports(name))]
             return "mooncake_py.store.node", options
-        transports = ("tcp",) if name == "c1" else ("local", "shm", "tcp")
         spec = {
             "name": name, "master": self.master_address, "seed": self._seed, "life": life,
-            "history": str(self.history(name, life)), "transports": transports,
+            "history": str(self.history(name, life)), "transports": self.transports(name),
             "streams": self.shape.streams,
         }  # fmt: skip
         return "tests.chaos.chaos_worker", [json.dumps(spec)]
+
+    def transports(self, name: str) -> tuple[str, ...]:
+        if self.shape.ports:
+            place = int(name[1:]) + (name[0] == "c")
+            return (f"rdma:{self.shape.ports[place % len(self.shape.ports)]}",)
+        return ("tcp",) if name == "c1" else ("local", "shm", "tcp")
 
     def history(self, name: str, life: int) -> Path:
         return self.folder / f"{name}-{life}.history"

@@ -153,6 +153,37 @@ def test_f25_a_rail_that_goes_down_hands_its_work_over_and_comes_back(
         assert paths(two.near)[1]["connects"] >= 2
 
 
+@contextmanager
+def slow_cables() -> Iterator[None]:
+    """Each carries 100 MB/s, less than one processor can drive: what counts is the cables."""
+    for device in ("rve1", "rve3"):  # where bytes that are read leave
+        run(f"tc qdisc add dev {device} root netem rate 800mbit limit 20000")
+    try:
+        yield
+    finally:
+        for device in ("rve1", "rve3"):
+            run(f"tc qdisc del dev {device} root")
+
+
+@guest_only
+@pytest.mark.timeout(60)
+def test_f25_two_cables_carry_nearly_twice_what_one_does(second_cable: tuple[Rdma, Rdma]) -> None:
+    def seconds(near: Rdma, far: Rdma) -> float:
+        with joined(near, far, nbytes=16 * PART) as two:
+            two.read()  # the rails come up
+            took = []
+            for _ in range(3):
+                began = time.monotonic()
+                two.read()
+                took.append(time.monotonic() - began)
+            assert all(path["errors"] == 0 for path in paths(two.near)), paths(two.near)
+            return min(took)
+
+    with slow_cables():
+        one, both = seconds(NEAR, FAR), seconds(*second_cable)
+    assert one > 1.6 * both, (one, both)
+
+
 def busy(two: Joined, condition: Any) -> None:
     wait_for(lambda: condition(paths(two.near)[1]))
 
