@@ -85,7 +85,8 @@ class TransferEngine(Handle):
 
         It stays registered until the region or the engine is closed, also when nobody holds the
         region. A list makes one region, its pieces one after the other. Raises UsageError for
-        memory that is read-only, not contiguous, empty, or overlaps another region. Only lists
+        memory that is read-only, not contiguous, empty, not of the host (the words say what this
+        machine lacks: `device_memory.py`), or overlaps another region. Only lists
         that are all for reading, values to be fetched from wherever they lie, may overlap.
         """
         region = Region(self, buffer, access, fd)

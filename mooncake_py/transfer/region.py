@@ -8,6 +8,7 @@ from mooncake_py._native import ffi, lib
 from mooncake_py._native.check import check, failure
 from mooncake_py._native.handle import Handle
 from mooncake_py.errors import UsageError
+from mooncake_py.transfer.device_memory import refuse_device_memory
 from mooncake_py.transfer.memory import Memory
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ def _raw(pair: tuple[int, int]) -> tuple[int, int]:
     return address, nbytes
 
 
-def _pieces_of(buffers: list[Registrable], writable: bool) -> tuple[Any, list[Any], int]:
+def _pieces_of(
+    engine: TransferEngine, buffers: list[Registrable], writable: bool
+) -> tuple[Any, list[Any], int]:
     """(mc_piece array, what to keep alive, memfd or -1) of the buffers."""
     pieces = ffi.new("mc_piece[]", len(buffers))
     keep: list[Any] = []
@@ -48,6 +51,7 @@ def _pieces_of(buffers: list[Registrable], writable: bool) -> tuple[Any, list[An
         try:
             data = ffi.from_buffer("uint8_t[]", buffer, require_writable=writable)
         except (BufferError, TypeError, ValueError) as error:
+            refuse_device_memory(engine, buffer)
             raise UsageError(f"not usable as registered memory: {error}") from error
         keep.append(data)
         piece.address, piece.nbytes = int(ffi.cast("uintptr_t", data)), len(data)
@@ -88,7 +92,7 @@ class Region(Handle):
         if access not in ACCESS:
             raise UsageError("access is 'read' or 'read_write'", got=access)
         buffers = given if isinstance(given, list) else [given]
-        pieces, keep, own_fd = _pieces_of(buffers, writable=access == "read_write")
+        pieces, keep, own_fd = _pieces_of(engine, buffers, writable=access == "read_write")
         if fd >= 0 and isinstance(given, list):
             raise UsageError("a descriptor is of one buffer, not of a list")
         flags = ACCESS[access]

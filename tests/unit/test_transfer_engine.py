@@ -192,6 +192,23 @@ def test_a36_overlap_with_a_writable_region_names_both_ranges() -> None:
         engine.register(memoryview(buffer)[4096:])
 
 
+class OnDevice:
+    """What DLPack says of a tensor in the memory of a GPU: kind 2 is CUDA."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 3
+
+
+def test_memory_of_a_gpu_is_refused_with_the_reason_and_a_remedy() -> None:
+    with TransferEngine() as engine:
+        with pytest.raises(UsageError, match=r"device 3 of DLPack kind 2.*rdma is off.*copy it"):
+            engine.register(OnDevice())  # type: ignore[arg-type]
+        torch = pytest.importorskip("torch")
+        with pytest.raises(UsageError, match="memory of meta is not registered"):
+            engine.register(torch.empty(8, device="meta"))
+        assert engine.describe()["regions"] == []
+
+
 def test_a46_registered_memory_is_kept_and_cannot_be_resized() -> None:
     with listening() as there, TransferEngine() as here:
         buffer = bytearray(b"k" * 4096)

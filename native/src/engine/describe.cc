@@ -73,7 +73,8 @@ std::string Engine::describe() {
          field("message_bytes_max", settings_.queue_bytes_max) + field("batches", batches) +
          field("strangers", strangers_) + "}" + field("refused", refused_) +
          ", \"rdma\": {\"state\": \"" + (fabric_ ? "on" : "off") +
-         "\", \"reason\": " + quoted(rdma_text_) +
+         "\", \"reason\": " + quoted(rdma_text_) + ", \"device_memory\": " +
+         quoted(fabric_ ? fabric_->device_memory_text() : "rdma is off, and nothing else reaches it") +
          (fabric_ ? ", \"fabric\": " + fabric_->json() : "") + "}}";
   return out;
 }

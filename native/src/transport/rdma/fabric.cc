@@ -1,5 +1,7 @@
 #include "transport/rdma/fabric.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "transport/rdma/rdma_endpoint.h"
@@ -38,6 +40,19 @@ std::string Fabric::text() const {
   std::string out;
   for (const auto& adapter : adapters_) out += (out.empty() ? "" : "; ") + adapter->text();
   return out;
+}
+
+std::string Fabric::device_memory_text() const {
+  const auto is_loaded = [](const char* module) {
+    return access((std::string("/sys/module/") + module).c_str(), F_OK) == 0;
+  };
+  const verbs::Library* library = verbs::library(nullptr);
+  DeviceMemoryFacts facts;
+  facts.verbs_have_dmabuf = library != nullptr && library->reg_dmabuf_mr != nullptr;
+  facts.peer_module = is_loaded("nvidia_peermem") || is_loaded("nv_peer_mem");
+  std::string reason;
+  if (plan_device_memory(facts, &reason) == DeviceMemoryWay::kRefused) return reason;
+  return "this release has no way for it, though there is one " + reason;
 }
 
 std::string Fabric::json() const {

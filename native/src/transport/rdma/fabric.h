@@ -35,6 +35,8 @@ class Fabric {
   Staging& staging() { return staging_; }
   std::string json() const;
   std::string text() const;  // the chosen ports, for a line of the log
+  // Why memory of a GPU is not registered, or how it could be.
+  std::string device_memory_text() const;
 
   // Room for one more rail of `endpoint`, making it by evicting the rails of the endpoint that has
   // been idle for longest. False: all are busy.
