@@ -119,6 +119,49 @@ void pairs_of_addresses_fit() {
   CHECK(!choose_gids({}, only_v6, &pair, &why));
 }
 
+// The table of a ConnectX card with a VLAN on its port, as `show_gids` lists it: every address once
+// for RoCE v1 and once for v2, and unused entries.
+std::vector<GidEntry> table_of_a_card(uint8_t host) {
+  std::vector<GidEntry> table;
+  const auto both = [&](GidEntry entry) {
+    for (const uint8_t kind : {kGidRoce1, kGidRoce2}) {
+      entry.kind = kind;
+      entry.index = static_cast<uint16_t>(table.size());
+      table.push_back(entry);
+    }
+  };
+  both(local(host, 0));
+  both(ipv4(192, 168, 1, host, 0));
+  both(global(host, 0));
+  GidEntry on_vlan = local(host, 0);
+  on_vlan.vlan = 100;
+  both(on_vlan);
+  both(ipv4(10, 100, 0, host, 0, 100));
+  table.resize(16);
+  return table;
+}
+
+void the_tables_of_two_cards_meet() {
+  GidPair pair;
+  std::string why;
+  const auto ours = rank_gids(table_of_a_card(1), -1), theirs = rank_gids(table_of_a_card(2), -1);
+  CHECK_EQ(ours.size(), 5U);  // RoCE v2 only
+  CHECK(choose_gids(ours, theirs, &pair, &why));
+  CHECK_EQ(ours[pair.ours].index, 3);
+  CHECK(gid_text(theirs[pair.theirs]) == "192.168.1.2");
+  // The peer is in the VLAN alone: our address of that VLAN, not the first one.
+  const auto inside = rank_gids(table_of_a_card(2), 9);
+  CHECK(choose_gids(ours, inside, &pair, &why));
+  CHECK_EQ(ours[pair.ours].index, 9);
+  CHECK_EQ(ours[pair.ours].vlan, 100);
+  // It has IPv6 alone: the global address before the link-local ones.
+  const auto six = rank_gids(table_of_a_card(2), 5);
+  CHECK(choose_gids(ours, six, &pair, &why));
+  CHECK_EQ(ours[pair.ours].index, 5);
+  CHECK(rank_gids(table_of_a_card(1), 2).empty());  // asked for RoCE v1
+  CHECK(rank_gids(table_of_a_card(1), 12).empty());  // an unused one
+}
+
 void rails_share_the_work() {
   std::vector<RailView> rails(2);
   CHECK_EQ(pick_rail(rails, 4096, -1), -1);  // none is ready
@@ -233,6 +276,7 @@ void staging_gives_back_what_it_took() {
 int main() {
   addresses_are_ranked();
   pairs_of_addresses_fit();
+  the_tables_of_two_cards_meet();
   rails_share_the_work();
   a_path_that_breaks_again_waits_longer_and_goes_down();
   large_ranges_are_cut_to_the_limit();

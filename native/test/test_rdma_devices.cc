@@ -1,0 +1,163 @@
+// Two devices that exist in this file only: what is undone when the second one refuses, and in which
+// order things are given back.
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "check.h"
+#include "transport/rdma/memory_book.h"
+
+namespace {
+
+using namespace mc;
+using namespace mc::rdma;
+
+struct Machine {
+  std::array<verbs::Context, 2> contexts{};
+  std::array<verbs::Pd, 2> pds{};
+  std::array<verbs::Channel, 2> channels{};
+  std::array<verbs::Cq, 2> cqs{};
+  std::vector<std::string> ended;  // in this order
+  int live = 0, made = 0;          // memory regions
+  int refuses = -1;                // this device, with this error
+  int error = 0;
+};
+Machine machine;
+
+size_t number(const verbs::Context* context) {
+  return static_cast<size_t>(context - machine.contexts.data());
+}
+
+verbs::Context* open_device(verbs::Device* device) {
+  verbs::Context& context = machine.contexts[reinterpret_cast<uintptr_t>(device) - 1];
+  context.device = device;
+  context.operations.poll_cq = [](verbs::Cq*, int, verbs::Wc*) { return 0; };
+  context.operations.request_notice = [](verbs::Cq*, int) { return 0; };
+  context.operations.post_send = [](verbs::Qp*, verbs::SendWr*, verbs::SendWr**) { return 0; };
+  context.async_fd = eventfd(0, EFD_CLOEXEC);
+  return &context;
+}
+
+int query_device(verbs::Context*, verbs::DeviceAttr* out) {
+  out->max_mr_size = 1 << 30;
+  out->max_cqe = out->max_qp_wr = 128;
+  return 0;
+}
+
+int query_port(verbs::Context*, uint8_t, verbs::PortAttr* out) {
+  out->state = verbs::kPortActive;
+  out->link_layer = verbs::kLinkInfiniBand;
+  return 0;
+}
+
+verbs::Mr* register_memory(verbs::Pd* pd, void*, size_t, int) {
+  if (static_cast<int>(number(pd->context)) == machine.refuses) {
+    errno = machine.error;
+    return nullptr;
+  }
+  ++machine.live;
+  auto* mr = new verbs::Mr{};
+  mr->lkey = mr->rkey = static_cast<uint32_t>(++machine.made);
+  return mr;
+}
+
+int deregister_memory(verbs::Mr* mr) {
+  --machine.live;
+  delete mr;
+  return 0;
+}
+
+int ends(const char* what) {
+  machine.ended.emplace_back(what);
+  return 0;
+}
+
+verbs::Library library() {
+  verbs::Library it{};
+  it.get_device_name = [](verbs::Device*) -> const char* { return "made0"; };
+  it.open_device = open_device;
+  it.query_device = query_device;
+  it.query_port = query_port;
+  it.alloc_pd = [](verbs::Context* context) {
+    verbs::Pd& pd = machine.pds[number(context)];
+    pd.context = context;
+    return &pd;
+  };
+  it.create_comp_channel = [](verbs::Context* context) {
+    verbs::Channel& channel = machine.channels[number(context)];
+    channel.fd = eventfd(0, EFD_CLOEXEC);
+    return &channel;
+  };
+  it.create_cq = [](verbs::Context* context, int, void*, verbs::Channel*, int) {
+    return &machine.cqs[number(context)];
+  };
+  it.reg_mr = register_memory;
+  it.dereg_mr = deregister_memory;
+  it.destroy_cq = [](verbs::Cq*) { return ends("completion queue"); };
+  it.destroy_comp_channel = [](verbs::Channel* channel) {
+    close(channel->fd);
+    return ends("channel");
+  };
+  it.dealloc_pd = [](verbs::Pd*) { return ends("protection domain"); };
+  it.close_device = [](verbs::Context* context) {
+    close(context->async_fd);
+    return ends("device");
+  };
+  return it;
+}
+
+Adapters open_both(const verbs::Library& calls) {
+  Adapters out;
+  for (uintptr_t device = 1; device <= 2; ++device) {
+    std::string why;
+    out.push_back(Adapter::open(calls, reinterpret_cast<verbs::Device*>(device), 1, {}, &why));
+    CHECK(out.back() != nullptr);
+  }
+  return out;
+}
+
+void what_the_second_device_refuses_is_taken_back_from_the_first(const Adapters& adapters) {
+  std::vector<uint8_t> memory(1 << 16);
+  const Range range{reinterpret_cast<uint64_t>(memory.data()), memory.size()};
+  machine.refuses = 1;
+  for (const int error : {ENOMEM, EINVAL}) {
+    machine.error = error;
+    Registration refused(adapters, range);
+    CHECK_EQ(refused.begin(MC_ACCESS_REMOTE_READ), MC_E_OUT_OF_SPACE);
+    CHECK_EQ(machine.live, 0);
+    CHECK(std::string(last_error()).find("made0 does not register 65536 bytes") == 0);
+  }
+  machine.refuses = -1;
+  {
+    Registration taken(adapters, range);
+    CHECK_EQ(taken.begin(MC_ACCESS_REMOTE_READ), MC_OK);
+    CHECK_EQ(machine.live, 2);
+    CHECK(taken.rkey(0) != taken.rkey(1));
+    taken.end();
+    taken.end();  // twice is once
+    CHECK_EQ(machine.live, 0);
+  }
+  CHECK_EQ(machine.live, 0);
+}
+
+void children_end_before_their_parents() {
+  const std::vector<std::string> one{"completion queue", "channel", "protection domain", "device"};
+  CHECK_EQ(machine.ended.size(), 2 * one.size());
+  for (size_t i = 0; i < machine.ended.size(); ++i) CHECK(machine.ended[i] == one[i % one.size()]);
+}
+
+}  // namespace
+
+int main() {
+  const verbs::Library calls = library();
+  Adapters adapters = open_both(calls);
+  what_the_second_device_refuses_is_taken_back_from_the_first(adapters);
+  adapters.clear();
+  children_end_before_their_parents();
+  return 0;
+}
