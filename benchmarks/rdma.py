@@ -4,10 +4,13 @@ python -m benchmarks.rdma NEAR FAR    ports by device name; with perftest's prog
 
 Latency: one 4 KiB operation after the other. perftest's clock is a register, ours may be a system
 call, so ours is looked at once in 20 operations; the median of those. Writes are compared with
-ib_write_bw that keeps one in flight: ib_write_lat is two processes that both spin, on one processor
-10 ms a message. Bandwidth: 1 and 16 MiB, several in flight, as perftest does it; two rails beside
-two perftests at once, one a direction. The far side is a process of its own in all. They take
-turns, three times, and each one's best is taken: one processor's scheduler adds what it likes.
+ib_write_bw that keeps one in flight: ib_write_lat is two processes that both spin, which on one
+processor is 10 ms a message. Bandwidth: 1 and 16 MiB, several in flight, all of the same bytes as
+perftest does it; two rails beside two perftests at once, one a direction.
+A word to a process that waits: half a ping-pong over TCP, which our messages travel by, beside half
+of ib_send_lat with events, which is how a WRITE with immediate would be received. The far side is a
+process of its own in all. They take turns, three times, and each one's best is taken: one
+processor's scheduler adds what it likes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +38,7 @@ MS = 20_000
 LATENCY_RUNS, OPS_A_RUN, LATENCY_BYTES = 50, 20, 4 * KIB
 OPS = {"read": OP_READ, "write": OP_WRITE}
 IN_FLIGHT_BYTES = 16 * MIB
+WORD_BYTES = 64
 PORT = 18_777
 
 
@@ -74,10 +79,8 @@ class Ours:
     def _seconds(self, verb: str, nbytes: int, count: int, runs: int = 1, each: int = 1) -> float:
         """Of one batch of `count`, the median of `runs`; the clock is read once in `each`."""
         slices = make_slices(count)
-        places = (np.arange(count, dtype=np.uint64) * np.uint64(nbytes)) % np.uint64(AREA)
         slices["op"], slices["region"], slices["length"] = OPS[verb], self._region, nbytes
-        slices["remote_offset"] = places
-        slices["local"] = places + np.uint64(address_of(self._memory)[0])
+        slices["local"] = address_of(self._memory)[0]
         act = self._engine.read if verb == "read" else self._engine.write
         took = []
         for _ in range(runs):
@@ -142,7 +145,41 @@ def their_latency_us(verb: str, ports: tuple[str, str]) -> float:
     if verb == "read":
         return Perftest("ib_read_lat", ports, LATENCY_BYTES, "-n", runs).row()[4]
     one = ("-n", runs, "-t", "1", "-Q", "1")
-    return 1 / Perftest("ib_write_bw", ports, LATENCY_BYTES, *one).row()[4]  # millions a second
+    return (
+        LATENCY_BYTES / (Perftest("ib_write_bw", ports, LATENCY_BYTES, *one).row()[3] * MIB) * 1e6
+    )
+
+
+def echo(port: int) -> None:
+    """The other side of `word_us`."""
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while data := sock.recv(WORD_BYTES):
+            sock.send(data)
+
+
+def word_us() -> float:
+    """One way from a process that waits to another, by TCP: what our messages travel by."""
+    took = []
+    with socket.create_server(("127.0.0.1", 0)) as near:
+        port = str(near.getsockname()[1])
+        other = subprocess.Popen([sys.executable, "-m", "benchmarks.rdma", "--echo", port])
+        with near.accept()[0] as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(LATENCY_RUNS):
+                began = time.perf_counter()
+                for _ in range(OPS_A_RUN):
+                    sock.send(bytes(WORD_BYTES))
+                    sock.recv(WORD_BYTES)
+                took.append((time.perf_counter() - began) / OPS_A_RUN / 2)
+        other.wait()
+    return statistics.median(took) * 1e6
+
+
+def their_word_us(ports: tuple[str, str]) -> float:
+    """A WRITE with immediate is received as a SEND is, by a side that sleeps until it comes."""
+    runs = str(LATENCY_RUNS * OPS_A_RUN)
+    return Perftest("ib_send_lat", ports, WORD_BYTES, "-n", runs, "-e").row()[4]
 
 
 def their_bandwidth(verb: str, nbytes: int, *pairs: tuple[str, str]) -> float:
@@ -185,6 +222,7 @@ def compare(near: str, far_device: str) -> None:
                 lambda verb=verb: their_latency_us(verb, pair),
             )
             show(f"{verb} 4 KiB, us", mine, theirs)
+        show("a word by tcp | send, us", *in_turn(min, word_us, lambda: their_word_us(pair)))
         for verb, nbytes in [(verb, size * MIB) for verb in OPS for size in (1, 16)]:
             mine, theirs = in_turn(
                 max,
@@ -210,5 +248,7 @@ def compare(near: str, far_device: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--far":
         far(sys.argv[2])
+    elif sys.argv[1] == "--echo":
+        echo(int(sys.argv[2]))
     else:
         compare(sys.argv[1], sys.argv[2])
