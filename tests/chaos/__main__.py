@@ -2,8 +2,8 @@
 nothing.
 
 Rounds share the seconds. Each prints its seed, what it did, and what it found; the exit code is 1
-when promises were broken. With `--keep` the folder with histories and logs stays. With `--rdma`, objects
-travel by these ports ("mlx5_0,mlx5_1"), and all processes are on this host: the ports are.
+when promises were broken. With `--keep` the folder with histories and logs stays. With `--rdma`
+objects travel by these ports ("mlx5_0,mlx5_1"), and all processes are on this host: the ports are.
 """
 
 from __future__ import annotations

@@ -155,9 +155,9 @@ def test_f25_a_rail_that_goes_down_hands_its_work_over_and_comes_back(
 
 @contextmanager
 def slow_cables() -> Iterator[None]:
-    """Each carries 100 MB/s, less than one processor can drive: what counts is the cables."""
+    """Each carries 50 MB/s, much less than one processor can drive: what counts is the cables."""
     for device in ("rve1", "rve3"):  # where bytes that are read leave
-        run(f"tc qdisc add dev {device} root netem rate 800mbit limit 20000")
+        run(f"tc qdisc add dev {device} root netem rate 400mbit limit 20000")
     try:
         yield
     finally:

@@ -58,6 +58,14 @@ def _carried(client: StoreClient) -> list[dict[str, int]]:
     return [path for peer in peers for path in peer["paths"]]
 
 
+def test_a_client_of_rdma_alone_calls_the_master_over_the_hot_lane(store: StoreClient) -> None:
+    """The master has no device to offer; what objects travel by does not concern calls."""
+    store.put("key", b"value")
+    lane = store._master._peer
+    assert lane is not None, "calls go over gRPC"
+    assert lane.transport in ("shm", "tcp")
+
+
 def test_f22_puts_and_gets_travel_by_the_devices(store: StoreClient) -> None:
     """What is put is read by the node's device, and what is got by ours: not over the socket."""
     value = np.random.default_rng(5).bytes(4 * MIB)
