@@ -29,7 +29,7 @@ std::vector<Part> parts_of(Batch& batch) {
 }
 
 std::vector<uint64_t> shape(std::vector<mc_slice> slices) {
-  Batch batch(slices.data(), slices.size(), mc::Deadline());
+  Batch batch(slices.data(), slices.size(), 10'000);
   std::vector<uint64_t> counts;
   for (const Part& part : parts_of(batch)) counts.push_back(part.slices);
   batch.finish(MC_E_CANCELLED, "");
@@ -68,7 +68,7 @@ void only_what_is_alike_is_merged() {
 
 void refused_ones_are_tried_alone() {
   auto slices = side_by_side(4, 1000);
-  Batch batch(slices.data(), slices.size(), mc::Deadline());
+  Batch batch(slices.data(), slices.size(), 10'000);
   const std::vector<Part> together = parts_of(batch);
   CHECK_EQ(together.size(), 1U);
   CHECK_EQ(together[0].length, 4000U);
@@ -87,7 +87,7 @@ void refused_ones_are_tried_alone() {
 
 void other_failures_are_of_all_of_them() {
   auto slices = side_by_side(3, 1000);
-  Batch batch(slices.data(), slices.size(), mc::Deadline());
+  Batch batch(slices.data(), slices.size(), 10'000);
   CHECK(!batch.part_done(parts_of(batch)[0], MC_E_PEER_UNREACHABLE, 0, "gone"));
   CHECK(batch.done());
   for (const mc_slice& slice : slices) CHECK_EQ(slice.status, MC_E_PEER_UNREACHABLE);
@@ -95,7 +95,7 @@ void other_failures_are_of_all_of_them() {
 
 void a_stopped_batch_hands_out_nothing_again() {
   auto slices = side_by_side(2, 1000);
-  Batch batch(slices.data(), slices.size(), mc::Deadline());
+  Batch batch(slices.data(), slices.size(), 10'000);
   const Part part = parts_of(batch)[0];
   batch.stop();
   CHECK(!batch.part_done(part, MC_E_ACCESS, 0, "refused"));

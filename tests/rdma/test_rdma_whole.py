@@ -1,0 +1,51 @@
+"""Whole runs over RDMA, in processes of their own: the store's own tests, and a round of chaos."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rdma_ports import PORTS
+
+ROOT = Path(__file__).parents[2]
+STORE = ("test_store.py", "test_store_scattered.py")
+
+
+def run(*words: str, seconds: int) -> str:
+    paths = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
+    ended = subprocess.run(
+        [sys.executable, "-m", *words],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-6_000:] + ended.stderr[-2_000:]
+    return ended.stdout
+
+
+@pytest.mark.timeout(120)
+def test_f22_the_stores_own_tests_pass_with_every_byte_over_rdma() -> None:
+    files = [f"tests/integration/{name}" for name in STORE]
+    said = run(
+        *("pytest", "-p", "over_rdma", *files, "-q", "-p", "no:cacheprovider", "--timeout", "60"),
+        seconds=110,
+    )
+    assert "passed" in said
+    assert "failed" not in said
+
+
+@pytest.mark.timeout(120)
+def test_a40_killed_and_stopped_at_random_the_store_keeps_its_promises_over_rdma() -> None:
+    """One round of `./dev chaos --rdma`; the operations that were judged are counted in it."""
+    ports = ",".join(PORTS)
+    said = run(
+        *("tests.chaos", "1", "--seconds", "20", "--round", "embedded", "--rdma", ports),
+        seconds=110,
+    )
+    assert "VIOLATION" not in said
