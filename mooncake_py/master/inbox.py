@@ -1,4 +1,8 @@
-"""Where calls wait for the owner of the catalog: bounded, and liveness first.
+"""Where calls wait for the owner of the catalog: bounded, liveness first, long calls last.
+
+A call that takes several steps, or is one step of a removal of all, waits behind the others (the
+former from its second step on), and gets one turn in `LONG_TURN` whatever else waits. So a short
+call waits for about one step of a long one, however many long ones there are, and none starves.
 
 Sizes: at most `queue_calls_max` calls and `queue_bytes_max` bytes of data calls, and
 `urgent_calls_max` small calls beside them, so the memory of all waiting requests is bounded by
@@ -17,12 +21,13 @@ from mooncake_py.wire.lane import Method
 GRPC = "grpc"
 LANE = "lane"
 DOORS = (GRPC, LANE)
+LONG_TURN = 8
 
 
 class Call:
     """One call from one door. `reply` may be called by any thread, once."""
 
-    __slots__ = ("door", "expires_ms", "method", "payload", "reply")
+    __slots__ = ("begun", "door", "expires_ms", "method", "payload", "reply")
 
     def __init__(
         self,
@@ -37,6 +42,7 @@ class Call:
         self.reply = reply
         self.expires_ms = expires_ms
         self.door = door
+        self.begun = False  # it takes more than one step, or is one of many
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +62,15 @@ class Limits:
 
 
 class Inbox:
-    """Calls that wait for the owner, bounded; urgent ones first. Thread-safe."""
+    """Calls that wait for the owner, bounded; urgent ones first, begun ones last. Thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
         self._urgent: deque[Call] = deque()
         self._normal: deque[Call] = deque()
+        self._long: deque[Call] = deque()  # begun, and not through
+        self._turns = 0
         self._nbytes = 0
 
     def put(self, call: Call) -> bool:
@@ -75,11 +83,11 @@ class Inbox:
                 self._urgent.append(call)
                 return True
             if (
-                len(self._normal) >= limits.queue_calls_max
+                len(self._normal) + len(self._long) >= limits.queue_calls_max
                 or self._nbytes + len(call.payload) > limits.queue_bytes_max
             ):
                 return False
-            self._normal.append(call)
+            (self._long if call.begun else self._normal).append(call)
             self._nbytes += len(call.payload)
             return True
 
@@ -87,15 +95,18 @@ class Inbox:
         with self._lock:
             if self._urgent:
                 return self._urgent.popleft()
-            if not self._normal:
+            self._turns += 1
+            long_first = not self._normal or not self._turns % LONG_TURN
+            queue = self._long if self._long and long_first else self._normal
+            if not queue:
                 return None
-            call = self._normal.popleft()
+            call = queue.popleft()
             self._nbytes -= len(call.payload)
             return call
 
     def empty(self) -> bool:
-        return not (self._normal or self._urgent)
+        return not (self._normal or self._urgent or self._long)
 
     def depth(self) -> tuple[int, int]:
         """Waiting (urgent, normal) calls."""
-        return len(self._urgent), len(self._normal)
+        return len(self._urgent), len(self._normal) + len(self._long)

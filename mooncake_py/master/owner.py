@@ -11,6 +11,7 @@ Rules:
 * Every queue is bounded, in calls and in bytes. A call that finds it full is answered
   `Backpressure` by whoever brought it, at once. Calls about liveness (`Method.urgent`) have a queue
   of their own which is emptied first, so that heartbeats and status never wait behind data work.
+  Calls that take several steps wait behind those that have not begun (inbox.py).
 * A call whose deadline has passed while it waited is dropped: its caller has gone.
 * Replies marked durable-first leave from the writer thread after the commit, those of removals
   once the nodes are told, too (unsealer.py). While the store
@@ -42,7 +43,7 @@ from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.unsealer import Both, Unsealer
 from mooncake_py.master.writer import Base, Writer
 from mooncake_py.metrics import Metrics
-from mooncake_py.wire.lane import HEARTBEAT, METHODS, MOUNT, PUT_END, Method
+from mooncake_py.wire.lane import HEARTBEAT, METHODS, MOUNT, PUT_END, REMOVE, Method
 
 log = logging.getLogger(__name__)
 
@@ -228,19 +229,32 @@ class Owner:
             self._failed[method.number].value += 1
             call.reply(self._service.refuse(method, obstacle))
             return
+        if self._can_wait(call):
+            self._put_back(call)
+            return
         if method is MOUNT and (records := self._service.raise_term(self._writer.raised_term)):
             self._record(records, [])
         answer = self._service.handle(method, call.payload, now_ms)
         if answer.term_wanted:
             self._writer.raise_term(answer.term_wanted)
         if answer.again:
-            if not self._inbox.put(call):
-                self._refuse_busy(call)
+            self._put_back(call)
             return
         self._calls[call.door, method.number].value += 1
         if answer.code:
             self._failed[method.number].value += 1
         self._send(call, answer)
+
+    def _can_wait(self, call: Call) -> bool:
+        """Is it long, has not waited for others yet, and are there any?"""
+        if call.begun or call.method is not REMOVE or self._inbox.empty():
+            return False
+        return self._service.removes_all(call.payload)
+
+    def _put_back(self, call: Call) -> None:
+        call.begun = True
+        if not self._inbox.put(call):
+            self._refuse_busy(call)
 
     def _send(self, call: Call, answer: Answer) -> None:
         if not (answer.records or answer.durable_first):

@@ -152,6 +152,13 @@ class Service:
             )
         self._adopts = adopts
 
+    def removes_all(self, payload: bytes) -> bool:
+        """Of a Remove: is it one by prefix or pattern, which costs as much as many others?"""
+        try:
+            return bool(convert.parse(lane.REMOVE, payload).all)
+        except MooncakeError:
+            return False  # whoever serves it says what is wrong
+
     def slices(self, now_ms: int) -> Slices:
         """Begin a snapshot."""
         return self._catalog.slices(now_ms)

@@ -16,7 +16,7 @@ import pytest
 
 from mooncake_py.clock import ManualClock
 from mooncake_py.errors import Backpressure, MasterUnavailable, MooncakeError
-from mooncake_py.master.inbox import GRPC, Call, Inbox, Limits
+from mooncake_py.master.inbox import GRPC, LONG_TURN, Call, Inbox, Limits
 from mooncake_py.master.metadata import Loaded
 from mooncake_py.master.owner import APPEND_BYTES, SLICE_MS, Bell, Owner
 from mooncake_py.master.service import Answer, Service
@@ -60,6 +60,9 @@ class PlayedService:
             self.steps -= 1
             return Answer(b"", again=True)
         return self.answers.get(method.name, Answer(b"done " + method.name.encode()))
+
+    def removes_all(self, payload: bytes) -> bool:
+        return payload == b"all"
 
     def refuse(self, method: Method, error: MooncakeError) -> bytes:
         return f"refused {type(error).__name__} {error.cause}".encode()
@@ -186,6 +189,15 @@ def test_a73_calls_of_many_steps_let_short_ones_and_heartbeats_in_between(stage:
     assert handled[:2] == ["Exists", "Heartbeat"]
     assert handled.index("Locate") <= 2 + 3, "not behind more than one step of each"
     assert handled.count("List") == 60 + 3
+
+
+def test_a33_a_removal_of_all_lets_those_go_first_that_came_behind_it(stage: Stage) -> None:
+    held = stage.hold()
+    waiting = [stage.call(REMOVE, b"all"), stage.call(REMOVE, b"one"), stage.call(LOCATE)]
+    stage.service.gate.set()
+    for replies in [held, *waiting]:
+        assert said(replies).startswith("done")
+    assert stage.service.handled == ["Exists", "Remove", "Locate", "Remove"]
 
 
 def test_a73_a_full_queue_answers_at_once(stage: Stage) -> None:
@@ -350,3 +362,29 @@ def test_inbox_gives_back_what_was_put() -> None:
         assert inbox.depth() == (0, 1)
         assert inbox.take() is call
     assert Backpressure.retryable
+
+
+def test_a20_a33_a_short_call_waits_for_one_step_of_forty_long_ones_and_none_starves() -> None:
+    inbox = Inbox(replace(LIMITS, queue_calls_max=200))
+
+    def call(name: bytes) -> Call:
+        found = Call(EXISTS, name, lambda payload: None, FOREVER_MS, GRPC)
+        found.begun = name == b"long"
+        return found
+
+    for _ in range(40):
+        assert inbox.put(call(b"long"))
+    for _ in range(30):
+        inbox.put(call(b"short"))
+        taken = [inbox.take(), inbox.take()]
+        assert b"short" in [each.payload for each in taken if each is not None]
+        inbox.put(call(b"long"))
+    for _ in range(80):
+        inbox.put(call(b"short"))
+    found = [each.payload for _ in range(80) if (each := inbox.take()) is not None]
+    assert found.count(b"long") == 80 // LONG_TURN, "they have their turn whatever else waits"
+    while (each := inbox.take()) is not None:
+        found.append(each.payload)
+    assert found.count(b"long") == 40
+    assert inbox.empty()
+    assert inbox.depth() == (0, 0)
