@@ -38,6 +38,7 @@ class Traffic:
         self.url, self.prefill, self.decode = url, prefill, decode
         self.opening_s: list[float] = []
         self.total_s: list[float] = []
+        self.failed: list[BaseException] = []
         self._free = list(range(AT_ONCE))
         self._lock = threading.Lock()
 
@@ -62,7 +63,6 @@ class Traffic:
 
 
 def drive(seconds: float, rate: float) -> Traffic:
-    """Raises what a request raised."""
     with Bootstrap() as bootstrap, PrefillRank(pool()) as prefill, DecodeRank(pool()) as decode:
         publish_rank(bootstrap.url, "p", LAYOUT, prefill.address, timeout_ms=CALL_MS)
         traffic = Traffic(bootstrap.url, prefill, decode)
@@ -74,7 +74,9 @@ def drive(seconds: float, rate: float) -> Traffic:
                 pause.wait(max(0.0, due - time.monotonic()))
                 jobs.append(threads.submit(traffic.request, number, due))
             for job in jobs:
-                job.result()
+                error = job.exception()
+                if error is not None:
+                    traffic.failed.append(error)
         assert not prefill._rooms
         assert not prefill._orphans
         assert not decode._rooms
@@ -90,6 +92,7 @@ def main() -> None:
         p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
         print(f"{name}: {len(ordered)} requests, p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, "
               f"longest {ordered[-1] * 1e3:.1f} ms")  # fmt: skip
+    print(f"failed: {len(traffic.failed)} {traffic.failed[:1]}")
 
 
 if __name__ == "__main__":

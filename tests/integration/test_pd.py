@@ -285,6 +285,7 @@ def test_a58_many_rooms_at_once() -> None:
 def test_a58_no_request_waits_to_be_opened_at_64_a_second() -> None:
     """Ten minutes of it by `python -m tests.integration.pd_rate`."""
     traffic = drive(seconds=3, rate=64)
+    assert not traffic.failed
     assert len(traffic.total_s) == 192
     assert max(traffic.opening_s) < 3
 

@@ -127,6 +127,15 @@ class Tree(RuleBasedStateMachine):
         assert len(self.check_match(namespace, pages).device) == len(pages)
         self.tree.unlock(node)
 
+    @rule(namespace=namespaces, text=tokens, count=st.integers(1, 3))
+    def cut(self, namespace: str, text: list[int], count: int) -> None:
+        pages = split_pages(text, PAGE)
+        node = self.check_match(namespace, pages).last
+        if not node.is_root:
+            self.tree.cut(node, count)
+            assert len(node.pages) <= count
+        self.check_match(namespace, pages)
+
     @rule(count=st.integers(0, 6), demotes=st.booleans())
     def evict_device(self, count: int, demotes: bool) -> None:
         def demote(node: Node) -> bool:
