@@ -155,7 +155,8 @@ class Service:
     def removes_all(self, payload: bytes) -> bool:
         """Of a Remove: is it one by prefix or pattern, which costs as much as many others?"""
         try:
-            return bool(convert.parse(lane.REMOVE, payload).all)
+            request: Any = convert.parse(lane.REMOVE, payload)
+            return bool(request.all)
         except MooncakeError:
             return False  # whoever serves it says what is wrong
 

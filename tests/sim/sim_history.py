@@ -24,6 +24,8 @@ from mooncake_py.master.commands import (
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.state import extent_units
 from mooncake_py.master.stripes import whole_key
+from mooncake_py.master.tenant import BORROW
+from mooncake_py.model import EXTENT_ROW
 
 
 class History:
@@ -41,6 +43,7 @@ class History:
         self.risen: set[int] = set()  # dropped, and back because the log was lost
         self.floors: dict[bytes, int] = {}  # removed: generations below must not be read
         self.lives = 0
+        self.groups: dict[int, set[int]] = {}  # name -> generations granted with it, in this life
         self.copy_of: dict[int, int] = {}  # generation of a copied replica -> of its object
         self.counts: dict[str, int] = {}
 
@@ -53,6 +56,9 @@ class History:
         self.catalog = catalog
         self.count(type(command).__name__)
         self._learn_reply(command, applied.reply)
+        self._judge_groups(catalog)
+        if isinstance(command, PutStart):
+            self._judge_quota(catalog, command, applied.reply)
         for record in map(records.decode, applied.records):
             if isinstance(record, records.Drops):
                 self.causes.update(dict.fromkeys(record.generations, self._cause(command)))
@@ -78,12 +84,36 @@ class History:
             for index, segment_id, _, _, generation in grant_rows(reply):
                 self.keys.setdefault(generation, command.keys[index])  # of a part
                 self.segments.setdefault(generation, set()).add(segment_id)
+            self._learn_groups(reply)
         elif isinstance(reply, TaskList):
             self._learn_copies(reply)
         elif isinstance(command, PutEnd) and isinstance(reply, Statuses):
             for generation, code in zip(command.generations, reply.status, strict=True):
                 if code == 0:
                     self.committed.add(generation)
+
+    def _learn_groups(self, reply: Granted) -> None:
+        for rows in reply.rows:
+            for _, _, _, _, generation, _, _, name in EXTENT_ROW.iter_unpack(rows):
+                if name:
+                    self.groups.setdefault(name, set()).add(generation)
+
+    def _judge_groups(self, catalog: Catalog) -> None:
+        """As long as one member is there, all are."""
+        table = catalog.state.table
+        for name, group in catalog.state.groups._groups.items():
+            there = {table.generation[slot] for slot in group.slots}
+            grants = (group.tenant.writing[key] for key in group.open)
+            there |= {put.first + index for put, index in grants}
+            assert self.groups.get(name, set()) <= there, f"a member of group {name} is missing"
+
+    @staticmethod
+    def _judge_quota(catalog: Catalog, command: PutStart, reply: object) -> None:
+        """Who was granted something is within the quota, unless idle space may be borrowed."""
+        tenant = catalog.state.tenants.find(command.tenant)
+        granted = isinstance(reply, Granted) and any(reply.generations)
+        if granted and tenant is not None and tenant.quota and tenant.quota.policy != BORROW:
+            assert not tenant.over_quota, "granted beyond the quota"
 
     def _learn_copies(self, reply: TaskList) -> None:
         for task in reply.copies:
@@ -121,6 +151,7 @@ class History:
         """Only what had not reached the disk may be different now."""
         self.catalog = catalog
         self.lives += 1
+        self.groups.clear()  # of what was granted last, parts may be lost with the log
         live = self._live(catalog)
         running = {
             put.first + index

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sim_run import simulate
 
-from mooncake_py.master import catalog, copies, lifecycle, objects
+from mooncake_py.master import catalog, copies, lifecycle, objects, quotas
 from mooncake_py.master.commands import Heartbeat, Remove
 from mooncake_py.master.lifecycle import Event, Promise, State
 from mooncake_py.master.state import CatalogState
@@ -76,6 +76,32 @@ def test_placing_on_nodes_that_have_not_mounted_again(monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(catalog._VERBS, Heartbeat, trusting)
     assert_found_out("")
+
+
+def test_a_quota_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas.Allowance, "take", lambda self, work, units, now_ms: True)
+    assert_found_out("granted beyond the quota")
+
+
+def test_groups_whose_members_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CatalogState, "_end_group", lambda self, work, name, now_ms: 0)
+    assert_found_out("group")
+
+
+def test_books_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = CatalogState.release
+
+    def careless(self: CatalogState, place: int, units: int, until_ms: int, now_ms: int) -> None:
+        release(self, place, units, until_ms, now_ms)
+        self.members.at(place >> objects.PLACE_BITS).used_units += 1
+
+    monkeypatch.setattr(CatalogState, "release", careless)
+    assert_found_out("used of")
+
+
+def test_grants_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CatalogState, "expire_grants", lambda *arguments: False)
+    assert_found_out("grant")
 
 
 def test_copies_that_are_committed_for_whoever_is_in_the_slot(
