@@ -1,6 +1,8 @@
-"""The catalog alone: cost a key of every hot verb, memory an object, hit rates of policies.
+"""The catalog alone: cost a key of every hot verb, memory an object, what eviction costs, how full
+the allocator gets a segment, hit rates of policies.
 
-    python -m benchmarks.catalog                     verbs at 1 k, 100 k and 1 M objects
+    python -m benchmarks.catalog                     all of it; verbs at 1 k, 100 k and 1 M objects
+    python -m benchmarks.catalog --what allocator    one of verbs, eviction, allocator, policies
     python -m benchmarks.catalog --trace FILE        policies on a request trace, beside LRU without
                                                      overhead and a cache that knows the future
 
@@ -20,6 +22,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from mooncake_py.master.allocator import UNIT_BYTES, Allocator
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
     Exists,
@@ -43,6 +46,8 @@ PAGE = 64 * 1024
 BATCHES = (1, 128, 1024)
 SIZES = (1_000, 100_000, 1_000_000)
 ROUNDS = 200
+WHAT = ("verbs", "eviction", "allocator", "policies")
+POLICIES = ("lru", "s3fifo", "cost")
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 
@@ -135,6 +140,82 @@ def verbs(console: Console, sizes: Sequence[int]) -> None:
     console.print(f"{grown / bench.count:.0f} bytes of process memory an object, keys of 69 bytes")
 
 
+def eviction(console: Console, sizes: Sequence[int], count: int = 20_000) -> None:
+    """Puts into a full cluster: what each object costs that goes for a new one, by policy and by
+    how many objects there are."""
+    table = Table(title=f"microseconds a key of a put that evicts, batches of 128, {count:,} keys")
+    for head in ("objects", *POLICIES, "evicted a put"):
+        table.add_column(head, justify="right")
+    for size in sizes:
+        costs = [_evicting(policy, size, count) for policy in POLICIES]
+        table.add_row(f"{size:,}", *(f"{us:.2f}" for us, _ in costs), f"{costs[0][1]:.3f}")
+    console.print(table)
+
+
+def _evicting(policy: str, objects: int, count: int) -> tuple[float, float]:
+    """Microseconds a key, and objects evicted for each."""
+    settings = CatalogSettings(eviction=policy, objects_max=max(4096, 2 * objects), lease_ms=1)
+    catalog, now_ms = Catalog(settings), 1_000
+    nbytes = int(objects * extent_bytes(PAGE) / settings.evict_high_ratio)
+    catalog.apply(Mount("n", 1, "n:1", 1, nbytes, "n"), now_ms)
+
+    def put(first: int, number: int) -> None:
+        keys = [_key(i) for i in range(first, first + number)]
+        start = PutStart("", keys, [PAGE] * number, bytes(16 * number), random=first)
+        granted = catalog.apply(start, now_ms).reply
+        assert isinstance(granted, Granted)
+        assert not any(granted.status)
+        catalog.apply(PutEnd("", keys, granted.generations), now_ms)
+
+    for first in range(0, objects, 128):
+        now_ms += 1
+        put(first, min(128, objects - first))
+    before = catalog.state.counters["evictions"]
+    began = time.perf_counter()
+    for first in range(objects, objects + count, 128):
+        now_ms += 1
+        put(first, 128)
+    took = time.perf_counter() - began
+    keys = 128 * len(range(0, count, 128))
+    return took * 1e6 / keys, (catalog.state.counters["evictions"] - before) / keys
+
+
+def allocator(console: Console, rounds: int = 200_000) -> None:
+    """A segment that is always as full as it gets: what does not fit is made room for by giving
+    back ranges at random, until it fits."""
+    table = Table(title=f"how full a segment is, mean of {rounds:,} allocations")
+    for head in ("sizes", "full", "least", "holes", "us an allocation"):
+        table.add_column(head, justify="right")
+    generator = random.Random(3)
+    pages = [extent_bytes(nbytes) for nbytes in (256 << 10, 64 << 10, 16 << 10)]
+    spread = [generator.randrange(1 << 10, 1 << 20) for _ in range(5_000)]
+    for name, sizes in (("KV pages of 16, 64, 256 KiB", pages), ("1 KiB to 1 MiB", spread)):
+        units = [-(-nbytes // UNIT_BYTES) for nbytes in sizes]
+        table.add_row(name, *_churn(units, 4_000_000, rounds))
+    console.print(table)
+
+
+def _churn(sizes: Sequence[int], units: int, rounds: int) -> list[str]:
+    generator = random.Random(5)
+    segment = Allocator(units)
+    taken: list[tuple[int, int]] = []
+    full: list[float] = []
+    began = time.perf_counter()
+    for _ in range(rounds):
+        size = generator.choice(sizes)
+        start = segment.take(size)
+        while start < 0:
+            full.append(1 - segment.free / units)
+            at = generator.randrange(len(taken))
+            taken[at], taken[-1] = taken[-1], taken[at]
+            segment.give(*taken.pop())
+            start = segment.take(size)
+        taken.append((start, size))
+    us = (time.perf_counter() - began) * 1e6 / rounds
+    mean = sum(full) / len(full)
+    return [f"{mean:.1%}", f"{min(full):.1%}", f"{segment.hole_count:,}", f"{us:.2f}"]
+
+
 def replay(policy: str, prompts: Sequence[Sequence[int]], capacity_pages: int) -> int:
     """Page hits of the real catalog: locate the longest prefix, put what is missing."""
     length = 64 * 15
@@ -197,13 +278,18 @@ def policies(console: Console, path: Path | None, limit: int | None) -> None:
 @click.option("--objects", "objects", type=int, default=SIZES[-1], help="largest catalog measured")
 @click.option("--trace", type=click.Path(exists=True, path_type=Path), default=None)
 @click.option("--requests", type=int, default=None, help="of the trace")
-@click.option("--what", type=click.Choice(["all", "verbs", "policies"]), default="all")
+@click.option("--what", type=click.Choice(["all", *WHAT]), default="all")
 def main(objects: int, trace: Path | None, requests: int | None, what: str) -> None:
     console = Console()
-    if what != "policies":
-        verbs(console, [size for size in SIZES if size < objects] + [objects])
-    if what != "verbs":
-        policies(console, trace, requests)
+    sizes = [size for size in SIZES if size < objects] + [objects]
+    parts: dict[str, Callable[[], None]] = {
+        "verbs": lambda: verbs(console, sizes),
+        "eviction": lambda: eviction(console, sizes),
+        "allocator": lambda: allocator(console),
+        "policies": lambda: policies(console, trace, requests),
+    }
+    for name in WHAT if what == "all" else (what,):
+        parts[name]()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import engine
+from benchmarks import engine, metadata
 from benchmarks.clients import Crowd
 from benchmarks.plan import (
     CACHES,
@@ -172,3 +172,38 @@ def test_bars_of_engines_say_what_was_missed() -> None:
     assert engine.judged(case, found(8.0, 4.2), found(9.0, 4.0)) == [
         "shm 4t/1t >= 1: 0.89 MISSED", "tcp 4t/1t >= 1: 1.05",
     ]  # fmt: skip
+
+
+def test_the_masters_calls_are_measured_over_both_doors_and_judged(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.metadata", "--objects", "1200", "--rounds", "2"]
+    environment = {k: v for k, v in os.environ.items() if k != "MOONCAKE_BENCH_UPSTREAM"}
+    ended = subprocess.run(
+        [*command, "--json", str(found)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = json.loads(found.read_text())
+    measured = {
+        (row["contender"], row["verb"], row["objects"], row["batch"]) for row in told["rows"]
+    }
+    assert len(measured) == 2 * len(metadata.VERBS) * 2 * 3, "doors, verbs, sizes, batches"
+    assert {row["bar"] for row in told["bars"]} == {"P8", "P11"}, "P6 needs upstream"
+
+
+def test_the_bars_of_the_masters_calls_are_judged_as_they_are_written() -> None:
+    def row(contender: str, objects: int, us: float) -> metadata.Row:
+        return metadata.Row(contender, "exists", objects, 1, us, us, us)
+
+    ours, theirs = metadata.LANE, metadata.UPSTREAM
+    rows = [row(ours, 10, 5.0), row(ours, 1000, 6.5), row(theirs, 10, 5.0), row(theirs, 1000, 7.0)]
+    judged = metadata.judge(rows, {ours: 240.0})
+    by_bar: dict[str, list[bool]] = {}
+    for each in judged:
+        by_bar.setdefault(each["bar"], []).append(each["met"])
+    assert by_bar == {"P6": [True, True], "P8": [True], "P11": [False, False]}
