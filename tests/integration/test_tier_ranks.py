@@ -88,7 +88,9 @@ def test_a63_two_ranks_agree_on_the_prefix_that_both_have(tmp_path: Path) -> Non
         assert f"rank 1: device {12 * TOKENS} tokens" in text
 
         found = everyone(processes, "pressure 150")
-        assert len(set(one(found, "cached"))) > 3, "and ranks never differ, nor hang"
+        met = {tuple(each) for each in one(found, "cached")}  # ranks never differ, nor hang
+        assert len(met) > 5
+        assert any(waited > loaded for waited, loaded in met), "a rank lacked room for its load"
 
 
 def test_a63_a_rank_that_dies_ends_the_others_calls(tmp_path: Path) -> None:

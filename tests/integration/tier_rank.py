@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from mooncake_py.errors import MooncakeError, OutOfSpace
 from mooncake_py.hicache.kv_pages import KvPages, KvShape
+from mooncake_py.hicache.tier_options import TierOptions
 from mooncake_py.hicache.tier_ranks import TorchRanks
 from mooncake_py.hicache.tiered_cache import TieredCache
 
@@ -25,14 +27,42 @@ SHAPE = KvShape(layer_count=2, page_tokens=4, head_count=1, head_dim=4)
 CALL_MS = 20_000
 
 
+class LosingStore:
+    """This rank's L3: forgets one object in twenty at each look."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.chance = chance
+
+    def leading(self, keys: Sequence[str]) -> int:
+        for key in keys:
+            if self.chance.random() < 0.05:
+                self.objects.pop(key, None)
+        return next((i for i, key in enumerate(keys) if key not in self.objects), len(keys))
+
+    def get(
+        self, keys: Sequence[str], targets: Sequence[list[memoryview]], sizes: Sequence[int]
+    ) -> list[bool]:
+        for key, (view,) in zip(keys, targets, strict=True):
+            view[:] = self.objects[key]
+        return [True] * len(keys)
+
+    def put(self, keys: Sequence[str], values: Sequence[list[memoryview]]) -> list[bool]:
+        for key, (view,) in zip(keys, values, strict=True):
+            self.objects[key] = bytes(view)
+        return [True] * len(keys)
+
+
 class Engine:
     def __init__(self, device: int, host: int, seed: int) -> None:
         self.ranks = TorchRanks(timeout_ms=CALL_MS)
-        self.cache = TieredCache(
-            KvPages(SHAPE, device), KvPages(SHAPE, host, layout="page_first"),
-            agree=self.ranks.agree,
-        )  # fmt: skip
         self.chance = random.Random(seed)
+        self.store = LosingStore(random.Random(seed))
+        self.cache = TieredCache(
+            KvPages(SHAPE, device), KvPages(SHAPE, host, layout="page_first"), self.store,
+            key_prefix="test/", agree=self.ranks.agree,
+            options=TierOptions(prefetch_tokens_min=1, prefetch_policy="wait_complete"),
+        )  # fmt: skip
 
     def value(self, number: int, page: int) -> float:
         return number * 100 + page + self.ranks.rank / 4  # every rank has heads of its own
@@ -41,7 +71,7 @@ class Engine:
         """What of it was cached, and whether all ranks could go on."""
         tokens = [number * 1_000 + i for i in range(pages * SHAPE.page_tokens + 1)]
         with self.cache.begin(tokens) as request:
-            request.wait()
+            waited = request.wait() // SHAPE.page_tokens
             load = request.load()
             cached = request.cached_tokens // SHAPE.page_tokens
             load.wait(timeout_ms=CALL_MS)
@@ -60,7 +90,7 @@ class Engine:
                         place[:] = self.value(number, page)
                 request.commit(tokens)
         self.cache.flush(timeout_ms=CALL_MS)
-        return {"cached": cached, "able": able}
+        return {"cached": cached, "waited": waited, "able": able}
 
     def pressure(self, count: int) -> dict[str, Any]:
         """Requests under random pressure that differs between ranks; their order does not."""
@@ -69,14 +99,17 @@ class Engine:
         for _ in range(count):
             if self.chance.random() < 0.3:
                 self.cache.clear()
-            held = self.cache.device.take(self.chance.randrange(4)) or []
-            found.append(self.serve(order.randrange(4), order.randrange(1, 7))["cached"])
+            free = self.cache.device.page_count - self.chance.randrange(2, 9)
+            held = self.cache.device.take(min(free, self.cache.device.free_count)) or []
+            answer = self.serve(order.randrange(4), order.randrange(1, 7))
+            found.append([answer["waited"], answer["cached"]])
             self.cache.device.give_back(held)
         return {"cached": found}
 
     def do(self, verb: str, *given: int) -> dict[str, Any]:
         if verb == "forget":
             self.cache.clear()
+            self.store.objects.clear()
             return {}
         if verb == "capacity":
             assert self.cache.host is not None
