@@ -160,6 +160,8 @@ class DiskCopier:
     # --- memory to disk -------------------------------------------------------------------------
 
     def _offload(self, tasks: Sequence[CopyTask]) -> None:
+        """What took too long for the master may have been ordered again: it is done once."""
+        tasks = list({each.generation: each for each in tasks}.values())
         written: list[tuple[DiskObject, bytes | None]] = []
         for task, outcome in zip(tasks, self._pool.map(self._write, tasks), strict=True):
             if isinstance(outcome, int):
@@ -181,7 +183,9 @@ class DiskCopier:
             self._done(found.generation, errors.OK)
 
     def _write(self, task: CopyTask) -> tuple[DiskObject, bytes | None] | int:
-        """The object with its bytes on the disk, not yet known there; or why not."""
+        """The object with its bytes on the disk, not yet known there; or how it ended."""
+        if self._files.holds(task.generation):
+            return errors.OK
         if self._over(task):
             self.counters.offloads_stale += 1
             return errors.LeaseExpired.code
@@ -263,8 +267,11 @@ class DiskCopier:
             statuses[0] = -errors.InternalError.code
             raise
         finally:
-            if self._segment_id() != task.segment_id and not statuses[0]:
-                statuses[0] = -errors.LeaseExpired.code
             self._segment.seal(row, crcs, self._master_time.latest_ms(), statuses)
+            if self._segment_id() != task.segment_id and not statuses[0]:
+                self._segment.unseal(
+                    row
+                )  # after the seal: whoever mounts anew drops what is sealed
+                statuses[0] = -errors.LeaseExpired.code
         if statuses[0]:
             raise error_of(int(statuses[0]), "the promotion came too late")

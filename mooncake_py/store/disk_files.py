@@ -177,9 +177,13 @@ class DiskFiles:
 
     # --- writing --------------------------------------------------------------------------------
 
+    def holds(self, generation: int) -> bool:
+        return generation in self._sizes
+
     def write(self, found: DiskObject, payload: memoryview) -> bytes | None:
-        """First step of storing an object: its bytes are on the disk, and nobody knows of it.
-        Returns what `commit` needs. Raises OutOfSpace, DiskFailed; then nothing is left behind."""
+        """First step of storing an object: its bytes are on the disk, and nobody knows of it. One
+        that is here, or in another `write`, is not to be written again. Returns what `commit`
+        needs. Raises OutOfSpace, DiskFailed; then nothing is left behind."""
         size = disk_bytes(found.length)
         with self._lock:
             if self._used + size > self.nbytes_max - self._reserve():

@@ -117,9 +117,13 @@ class TaskRunner:
             results[:] = -errors.InternalError.code
             raise
         finally:
-            if self._holder.mounted() != mounted:
-                results[:] = -errors.LeaseExpired.code  # another master's memory by now
-            segment.seal(np.ascontiguousarray(rows[begun]), crcs, time.latest_ms(), results)
+            sealed = np.ascontiguousarray(rows[begun])
+            segment.seal(sealed, crcs, time.latest_ms(), results)
+            if (
+                self._holder.mounted() != mounted
+            ):  # looked at last: who mounts anew drops the sealed
+                segment.unseal(sealed)
+                results[:] = -errors.LeaseExpired.code
         statuses[begun] = results
         self.copied += int((statuses == errors.OK).sum())
         return list(zip(rows["generation"].tolist(), (-statuses).tolist(), strict=True))
