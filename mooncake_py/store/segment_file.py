@@ -63,9 +63,21 @@ class SegmentFile:
             self._fd = self._claim()
             starting.callback(os.close, self._fd)
             self.former = self._read_identity(nbytes)
+            if self.former is None:
+                self._begin(nbytes)
             self.memory = FileMemory(self._fd, nbytes)
             starting.pop_all()
         self.identity = Identity(nbytes, *self._belonging())
+
+    def _begin(self, nbytes: int) -> None:
+        """Say whose it is before it has a byte: a start that fails half-way can be made again."""
+        try:
+            self.remember(Identity(nbytes))
+        except OSError as error:
+            raise UsageError(
+                f"beside --segment-file {self._path} nothing can be written: {error.strerror}",
+                remedy="give a path in a folder that this user may write, with free space",
+            ) from None
 
     def _belonging(self) -> tuple[str, str, int, int]:
         former = self.former
@@ -92,7 +104,7 @@ class SegmentFile:
         return fd
 
     def _read_identity(self, nbytes: int) -> Identity | None:
-        """Of a former life; None in a new file."""
+        """Of a former life; None in a new file, and in one that was never mounted."""
         size = os.fstat(self._fd).st_size
         if size == 0:
             return None
@@ -100,6 +112,8 @@ class SegmentFile:
             former = Identity(**json.loads(self._beside(".json").read_text()))
         except (OSError, ValueError, TypeError):
             former = None
+        if former is not None and former.layout == LAYOUT and former.segment_id == 0:
+            return None
         if former is None or former.layout != LAYOUT or former.nbytes > size:
             raise UsageError(
                 f"--segment-file {self._path} is not the segment of a node of this release",
