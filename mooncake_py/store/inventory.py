@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _CALL_MS = 3_000
 _RETRY_S = 0.25
 _PAUSE_MAX_S = 0.5
+_LOOK_S = 0.5  # how soon the thread notices by itself that there is something to do
 Ranges = np.ndarray  # GENERATIONS
 
 
@@ -82,7 +83,9 @@ class Teller:
     def _run(self) -> None:
         while not self._closing.is_set():
             with self._changed:
-                self._changed.wait_for(lambda: self._job is not None or self._closing.is_set())
+                self._changed.wait_for(
+                    lambda: self._job is not None or self._closing.is_set(), _LOOK_S
+                )
                 job = self._job
             if job is not None:
                 self._do(job)

@@ -320,16 +320,24 @@ class Node:
         self._heartbeat_ms = mount.heartbeat_ms
         self._cluster_id, self._term = mount.cluster_id, mount.term
         if file is not None:
-            file.remember(
+            self._remember(
+                file,
                 Identity(
                     self._memory.nbytes, self.name, mount.cluster_id, mount.term, mount.segment_id
-                )
+                ),
             )
         self._pulls.mounted = Mounted(mount.segment_id, mount.grant_secret, mount.name_secret)
         self._answered = True
         if mount.recover:
             page = Page(self.name, self._incarnation, mount.segment_id)
             self._teller.ask(Job(page, mount.unrecorded, mount.first_generation))
+
+    def _remember(self, file: SegmentFile, identity: Identity) -> None:
+        try:
+            file.remember(identity)
+        except OSError:
+            self._pulls.mounted = None  # a mount that is not written down is made again
+            raise
 
     def _learn_time(self, master_now_ms: int, asked_at_ms: int) -> None:
         self._master_time.learnt(master_now_ms, asked_at_ms)
@@ -347,6 +355,9 @@ class Node:
             except MooncakeError as error:
                 if self._answered:
                     log.warning("heartbeat not answered: %s", error)
+                self._answered = False
+            except Exception:  # such as a full disk under the segment's files; it beats on
+                log.exception("a heartbeat failed in a way it must not")
                 self._answered = False
             else:
                 if not self._answered:

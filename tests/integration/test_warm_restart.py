@@ -158,6 +158,27 @@ def test_a24_files_that_are_not_ours_are_refused_and_left_alone(
     assert status(cluster).capacity_bytes == 48 << 20
 
 
+def test_f40_a_node_that_cannot_write_down_its_mount_tries_again(
+    cluster: Cluster, start: Start, tmp_path: Path
+) -> None:
+    """Whatever goes wrong with its files, its heartbeats go on."""
+    file = tmp_path / "segment"
+    node = start(file)
+    fill(cluster, ["k"])
+    obstacle = tmp_path / "segment.json.new"
+    obstacle.mkdir()
+    port = int(cluster.address.rpartition(":")[2])
+    send(cluster.master, signal.SIGKILL)
+    wait_until(lambda: cluster.master.child.exit_code() is not None)
+    cluster.start_master(port)
+    log = Path(cluster.folder) / f"{node.name}.stderr"
+    wait_until(lambda: "a heartbeat failed" in log.read_text())
+    obstacle.rmdir()
+    with StoreClient(cluster.address) as client:
+        wait_until(lambda: client.exists("k"))
+        assert client.get("k") == value_of("k")
+
+
 def test_f40_damaged_bytes_are_not_adopted(cluster: Cluster, start: Start, tmp_path: Path) -> None:
     file = tmp_path / "segment"
     keys = [f"page/{i}" for i in range(COUNT)]
