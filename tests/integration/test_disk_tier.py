@@ -108,7 +108,7 @@ def test_f42_a_removed_object_is_gone_for_every_client(filled: Cluster, store: S
     with StoreClient(filled.address) as other:
         for key in keys:
             assert other.get(key) == value(key)
-        assert store.remove(keys[0], force=True) is None or True
+        store.remove(keys[0], force=True)
         for _ in range(50):
             with pytest.raises(ObjectNotFound):
                 other.get(keys[0])
@@ -118,8 +118,10 @@ def test_f42_a_removed_object_is_gone_for_every_client(filled: Cluster, store: S
 
 
 def test_a73_slow_readers_of_the_disk_do_not_stop_puts(filled: Cluster, store: StoreClient) -> None:
-    """Sixteen threads read from the disk, and a put takes no longer than ever."""
+    """Eight threads read from the disk as fast as they can, and every put ends in its time."""
     keys = cold(filled, names())
+    assert len(keys) > 100
+    hits = numbers(filled)["disk_node_hits"]
     stop = threading.Event()
     wrong: list[str] = []
 
@@ -133,7 +135,7 @@ def test_a73_slow_readers_of_the_disk_do_not_stop_puts(filled: Cluster, store: S
                     if mine.get(key) != value(key):
                         wrong.append(key)
                 except MooncakeError:
-                    continue
+                    continue  # it has just left the disk, or staging is full
 
     threads = [threading.Thread(target=reader, args=(n,)) for n in range(8)]
     for thread in threads:
@@ -141,6 +143,7 @@ def test_a73_slow_readers_of_the_disk_do_not_stop_puts(filled: Cluster, store: S
     try:
         for i in range(100):
             store.put(f"between{i}", b"x" * 1_000, timeout_ms=5_000)
+        wait_until(lambda: numbers(filled)["disk_node_hits"] > hits + 50)
     finally:
         stop.set()
         for thread in threads:
@@ -201,15 +204,13 @@ def test_a83_flipped_bytes_on_the_disk_are_never_handed_out(tmp_path: Path) -> N
                 byte = stream.read(1)
                 stream.seek(-1, os.SEEK_CUR)
                 stream.write(bytes([byte[0] ^ 0x40]))
-        refused = 0
+        assert len(on_disk) > 100
         for key in on_disk:
             with pytest.raises((ChecksumMismatch, ObjectNotFound)):
                 store.get(key)
-            refused += 1
         for key in on_disk:
             with pytest.raises(ObjectNotFound):
                 store.get(key)
-        assert refused == len(on_disk)
         wait_until(lambda: numbers(cluster)["disk_node_damaged"] > 0)
         assert not any(store.exists(on_disk))
         store.put(on_disk[0], b"anew")
@@ -360,8 +361,7 @@ def test_f41_a_folder_that_cannot_be_used_ends_the_start_with_one_line(
     assert "Traceback" not in done.stderr
 
 
-def test_a20_a_stopped_disk_does_not_make_its_node_suspect(filled: Cluster) -> None:
-    """The states that the master shows: memory and disk, both alive."""
+def test_f41_status_shows_the_memory_and_the_disk_of_a_node(filled: Cluster) -> None:
     states = {each.state for each in status(filled).segments}
     assert states == {"alive"}
     assert sum(bool(each.disk_id) for each in status(filled).segments) == 1

@@ -32,7 +32,7 @@ from mooncake_py.master.commands import (
     Unseal,
 )
 from mooncake_py.master.disk_commands import DiskTasks
-from mooncake_py.master.membership import AWAY, GONE
+from mooncake_py.master.membership import ALIVE, AWAY, GONE
 from mooncake_py.master.settings import CatalogSettings
 
 MEMORY = 64 * 4_096
@@ -321,6 +321,16 @@ def test_a81_a_report_that_comes_twice_changes_nothing(tier: Tier) -> None:
     tier.node.done = [(generation, OK) for generation in has]
     tier.work(rounds=1)
     assert tier.node.has == has
+
+
+def test_a20_a_disk_that_says_nothing_makes_nobody_suspect(tier: Tier) -> None:
+    """The node's heartbeats stand for both: how busy a disk is does not say that it is dead."""
+    tier.fill(100)
+    tier.pass_time(2 * SETTINGS.dead_ms)
+    assert {each.state for each in tier.catalog.state.members} == {ALIVE}
+    assert tier.where(b"k0") == ["disk"]
+    tier.pass_time(2 * SETTINGS.suspect_ms, alive=False)
+    assert ALIVE not in {each.state for each in tier.catalog.state.members}
 
 
 def test_f41_an_object_in_use_is_not_given_to_the_disk(tier: Tier) -> None:
