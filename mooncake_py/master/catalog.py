@@ -5,7 +5,8 @@ number, does no I/O and never blocks; the same calls in the same order always de
 the leader, in a standby, after recovery and in the simulator. One thread calls it.
 
     commands.py    what can be asked and what is answered
-    puts.py reservations.py commits.py reads.py removal.py nodes.py quotas.py tasks.py   the verbs
+    puts.py reservations.py commits.py reads.py listing.py removal.py quotas.py          the verbs
+    nodes.py recovery.py drains.py copies.py tiering.py                                  of nodes
     state.py       the state and the only steps that end an attempt
     lifecycle.py   the table those steps obey
     objects.py tenant.py membership.py allocator.py eviction.py lease.py placement.py   the parts

@@ -67,7 +67,6 @@ class TaskBook:
     budget_ms: int = 0  # when it was filled last
     extra: dict[int, int] = field(default_factory=dict)  # slot -> generation of hot objects
     window_ms: int = 0  # end of the running window of heat
-    due: list[int] = field(default_factory=list)  # segments whose nodes are to be told
 
     def waiting_for(self, index: int) -> int:
         """How many copies the node of this segment has not taken yet."""

@@ -45,8 +45,6 @@ COPY = np.dtype(
     ]
 )
 
-TASK_DONE = np.dtype([("task", "<u8"), ("code", "<u4"), ("reserved", "<u4")])
-
 FAILED = np.dtype([("key_index", "<u4"), ("reserved", "<u4"), ("segment_id", "<u8")])
 
 # mc_pull_piece: a part of a value, in a region of the client.
