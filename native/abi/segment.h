@@ -26,6 +26,7 @@ void mc_segment_close(mc_segment *segment); /* null is fine; the memory stays th
  *   MC_E_USAGE           outside the segment or misaligned
  *   MC_E_LEASE_EXPIRED   now_ms is past the row's expires_ms, or a same or younger extent is there
  *   MC_E_BACKPRESSURE    an older extent there is still being written, or held by a reader
+ *   MC_E_OUT_OF_SPACE    no memory for the table
  * Rows with a non-zero status on entry are left out. */
 int32_t mc_segment_begin(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
                          uint64_t now_ms, int32_t *statuses);

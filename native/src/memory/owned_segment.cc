@@ -58,6 +58,7 @@ constexpr uint32_t kJournalMagic = 0x4e4a434d;
 void append_entry(std::string *to, const mc_extent_row &row, const std::string &name) {
   mc_journal_head head{kJournalMagic, static_cast<uint32_t>(name.size()), 0, 0};
   head.crc32c = mc_crc32c(name.data(), name.size(), mc_crc32c(&row, sizeof row, 0));
+  to->reserve(to->size() + sizeof head + sizeof row + name.size());  // a whole entry, or none
   to->append(reinterpret_cast<const char *>(&head), sizeof head);
   to->append(reinterpret_cast<const char *>(&row), sizeof row);
   to->append(name);
@@ -292,12 +293,14 @@ int32_t mc_segment_begin(mc_segment *segment, const mc_extent_row *rows, uint64_
   std::string entries;
   for (uint64_t i = 0; i < n; ++i) {
     if (statuses[i] != MC_OK) continue;
-    statuses[i] = segment->begin(rows[i], now_ms);
-    if (statuses[i] != MC_OK) {
-      segment->stats.refused_count += 1;
-    } else if (segment->journal >= 0) {
-      append_entry(&entries, rows[i], {});
+    try {
+      statuses[i] = segment->begin(rows[i], now_ms);
+      if (statuses[i] == MC_OK && segment->journal >= 0) append_entry(&entries, rows[i], {});
+    } catch (const std::bad_alloc &) {  // not begun, or it would be in writing for ever
+      if (segment->writing(rows[i]) != nullptr) segment->forget(segment->table.find(rows[i].offset));
+      statuses[i] = MC_E_OUT_OF_SPACE;
     }
+    if (statuses[i] != MC_OK) segment->stats.refused_count += 1;
   }
   segment->write_down(entries);
   return MC_OK;

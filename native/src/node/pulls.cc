@@ -274,10 +274,11 @@ struct mc_pulls {
     } else {
       fetch(peer, request.head, rows, &slices, &crcs, &outcome);
     }
-    if (mounted().number != mount_number) {  // another master's memory by now
-      std::fill(outcome.begin(), outcome.end(), MC_E_LEASE_EXPIRED);
+    {
+      const std::lock_guard guard(mutex);  // who mounts anew drops what was sealed before, all of it
+      if (mount.number != mount_number) std::fill(outcome.begin(), outcome.end(), MC_E_LEASE_EXPIRED);
+      mc_segment_seal(segment, rows.data(), n, crcs.data(), latest_ms(), outcome.data());
     }
-    mc_segment_seal(segment, rows.data(), n, crcs.data(), latest_ms(), outcome.data());
     for (uint64_t i = 0; i < n; i++) (*statuses)[begun[i]] = outcome[i];
   }
 
