@@ -22,6 +22,7 @@ from rdma_ports import FAR, NEAR
 from transport_far import COMMAND, ECHO, Far, pattern
 from transport_pair import MS, PART, Pair, PairedEngines, pytest_generate_tests, slices_for
 
+from mooncake_py._native.memory import crc32c
 from mooncake_py.errors import AccessRefused, MooncakeError, PeerUnreachable
 from mooncake_py.transfer import EngineOptions, TransferEngine
 
@@ -204,6 +205,80 @@ def test_a41_many_first_contacts_at_once() -> None:
         for thread in threads:
             thread.join()
         assert failed == []
+
+
+def test_a36_a_cancelled_read_says_of_no_slice_that_it_arrived_when_it_did_not() -> None:
+    """Into memory that is not registered: what arrives is copied on, unless it is too late."""
+    base = EngineOptions(listen="127.0.0.1:0", transports=("rdma",), rdma=FAR)
+    size, count = 32 << 10, 64
+    expected = pattern(size * count, 7)
+    with serving(base) as far, TransferEngine(replace(base, rdma=NEAR)) as near:
+        region = far.do_register(None, "heap", [expected.size], 7, "read")[0]  # type: ignore[arg-type]
+        peer = near.open(far.engine.address, timeout_ms=MS)
+        pieces = [(i * size, size) for i in range(count)]
+        ends = set()
+        for _ in range(60):
+            target = np.zeros(expected.size, np.uint8)
+            slices = slices_for(region, target, pieces)
+            slices["op"] = 1
+            batch = near.submit(peer, slices, timeout_ms=MS)
+            batch.cancel()
+            for at, status in enumerate(slices["status"].tolist()):
+                ends.add(status)
+                part = slice(at * size, (at + 1) * size)
+                assert status != 0 or np.array_equal(target[part], expected[part])
+            batch.close()
+        assert len(ends) == 2, "some had arrived, some had not"
+
+
+def test_f25_a_peer_with_much_to_pass_on_does_not_hold_up_another() -> None:
+    """Memory through which bytes pass is one for all peers; the other one needs some of it while
+    there is none, and nothing of its own is on its way that would wake it."""
+    base = EngineOptions(listen="127.0.0.1:0", transports=("rdma",), rdma=FAR)
+    with (
+        serving(base) as one,
+        serving(base) as other,
+        TransferEngine(replace(base, rdma=NEAR)) as near,
+    ):
+        large, small = 32 * PART, PART
+        regions = [
+            far.do_register(None, "heap", [size], 7, "read")[0]  # type: ignore[arg-type]
+            for far, size in ((one, large), (other, small))
+        ]
+        peers = [near.open(far.engine.address, timeout_ms=MS) for far in (one, other)]
+        targets = [np.zeros(size, np.uint8) for size in (large, small)]
+        for peer, region, target in zip(peers, regions, targets, strict=True):
+            near.read(peer, slices_for(region, target, [(0, 1)]), timeout_ms=MS)
+        for _ in range(5):
+            much = slices_for(regions[0], targets[0], [(0, large)])
+            much["op"] = 1
+            batch = near.submit(peers[0], much, timeout_ms=MS)
+            near.read(
+                peers[1], slices_for(regions[1], targets[1], [(0, small)]), timeout_ms=MS // 5
+            )
+            batch.wait(MS)
+        assert np.array_equal(targets[1], pattern(small, 7))
+
+
+def test_a36_values_are_registered_once_for_all_who_fetch_them() -> None:
+    base = EngineOptions(listen="127.0.0.1:0", transports=("rdma",), rdma=FAR)
+    values = [pattern(128 << 10, seed) for seed in range(3)]
+    with (
+        serving(base) as one,
+        serving(base) as other,
+        TransferEngine(replace(base, rdma=NEAR)) as near,
+    ):
+        region = near.register(list(values))
+        total = sum(value.size for value in values)
+        payload = json.dumps({"do": "read_back", "region": region.id, "nbytes": total}).encode()
+        for far in (one, other):
+            peer = near.open(far.engine.address, timeout_ms=MS)
+            answer = json.loads(peer.request(COMMAND, payload, timeout_ms=MS))
+            assert answer["done"] == crc32c(np.concatenate(values))
+        memory = near.describe()["rdma"]["fabric"]["memory"]
+        assert memory["registrations"] == len(values)
+        region.close()
+        assert near.describe()["rdma"]["fabric"]["memory"]["registrations"] == 0
 
 
 def test_rails_are_bounded_and_the_idle_one_makes_room() -> None:

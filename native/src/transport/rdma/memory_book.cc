@@ -140,6 +140,7 @@ void MemoryBook::drop(uint32_t region, Deadline deadline) {
     }
     mine = std::move(found->second);
     by_region_.erase(found);
+    gathered_.erase(region);
   }
   end_all(std::move(mine), deadline);
 }
@@ -149,6 +150,7 @@ void MemoryBook::drop_all() {
   {
     const std::lock_guard lock(mutex_);
     by_address_.clear();
+    gathered_.clear();
     all.swap(by_region_);
   }
   for (auto& [id, registrations] : all) end_all(std::move(registrations), Deadline::in_ms(0));
@@ -174,7 +176,14 @@ Span MemoryBook::span_of(const Registration& one, uint64_t offset, Range range) 
 }
 
 std::vector<Span> MemoryBook::spans(const Region& region) {
-  if ((region.access() & MC_ACCESS_GATHERED) != 0) return gathered_spans(region);
+  if ((region.access() & MC_ACCESS_GATHERED) != 0) {
+    {
+      const std::lock_guard lock(mutex_);
+      const auto known = gathered_.find(region.id());
+      if (known != gathered_.end()) return known->second;
+    }
+    return gathered_spans(region);
+  }
   std::vector<Span> out;
   const std::lock_guard lock(mutex_);
   const auto found = by_region_.find(region.id());
@@ -212,6 +221,7 @@ std::vector<Span> MemoryBook::gathered_spans(const Region& region) {
   if (region.alive()) {
     Registrations& kept = by_region_[region.id()];
     kept.insert(kept.end(), made.begin(), made.end());
+    gathered_[region.id()] = out;  // whoever asks next; each of several nodes does
   }
   return out;
 }

@@ -101,6 +101,7 @@ class MemoryBook {
   mutable std::mutex mutex_;
   std::map<uint64_t, std::shared_ptr<Registration>> by_address_;  // disjoint
   std::unordered_map<uint32_t, Registrations> by_region_;
+  std::unordered_map<uint32_t, std::vector<Span>> gathered_;  // what peers were told, by region
   MemoryNumbers numbers_;
 };
 

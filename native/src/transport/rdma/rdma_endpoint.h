@@ -104,6 +104,7 @@ class RdmaEndpoint final : public StreamEndpoint, public rdma::RailOwner {
 
   // Rails (rdma_rails.cc).
   void look_again_in(uint64_t ms);
+  void look_again_soon_locked();
   void time_passed();
   void want_rails_locked();
   void connect_locked(size_t index);
@@ -141,6 +142,7 @@ class RdmaEndpoint final : public StreamEndpoint, public rdma::RailOwner {
   std::deque<Work> ready_;                     // to be posted
   Jobs finished_;
   uint64_t flights_ = 0;  // jobs
+  bool looks_soon_ = false;
   uint64_t staged_parts_ = 0, streamed_parts_ = 0;
   std::string trouble_;  // why the control connection carries data, if it does
 

@@ -12,6 +12,7 @@ using namespace rdma;
 namespace {
 
 constexpr uint64_t kAnswerMs = 2'000;  // a peer's time to answer an offer
+constexpr uint64_t kSoonMs = 2;        // until what others gave back is looked for
 constexpr uint8_t kAckTimeout = 14;    // 4.096 us * 2^14 = 67 ms, eight times at most
 constexpr uint8_t kRetries = 7, kRnrTimer = 12, kHopLimit = 64;
 constexpr uint32_t kPsnMask = 0xffffff;
@@ -105,9 +106,17 @@ void RdmaEndpoint::look_again_in(uint64_t ms) {
   });
 }
 
+// What is waited for is in the hands of other peers' endpoints, which do not call back.
+void RdmaEndpoint::look_again_soon_locked() {
+  if (looks_soon_) return;
+  looks_soon_ = true;
+  look_again_in(kSoonMs);
+}
+
 void RdmaEndpoint::time_passed() {
   {
     const std::lock_guard lock(work_mutex_);
+    looks_soon_ = false;
     if (ended_) return;
     for (Rail& rail : rails_) {
       if (rail.state == Rail::State::kConnecting && now_ns() >= rail.retry_at_ns) {
@@ -214,6 +223,7 @@ int32_t RdmaEndpoint::accept_locked(const RailOffer& offer, uint64_t attempt, Ra
     }
     answer->gid = ours[pair.theirs];
   }
+  close_passive_locked(attempt);  // a peer that numbers two rails alike has one of them
   uint32_t inline_bytes = 0;
   verbs::Qp* qp = adapter.create_qp(false, &inline_bytes);
   if (qp == nullptr) return MC_E_OUT_OF_SPACE;

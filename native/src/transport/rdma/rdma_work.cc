@@ -136,7 +136,10 @@ bool RdmaEndpoint::place_locked(const std::shared_ptr<Job>& job) {
     }
     works.clear();
     const int32_t status = fabric_.staging().allocate(part.length, &job->staged);
-    if (status == MC_E_BACKPRESSURE) return false;
+    if (status == MC_E_BACKPRESSURE) {
+      look_again_soon_locked();
+      return false;
+    }
     if (status == MC_OK && part.op == MC_OP_WRITE) {
       if (const Copying copying(*job->batch); copying) {
         mc_copy(job->staged, part.local, part.length);
@@ -216,7 +219,10 @@ void RdmaEndpoint::post_locked(Notice notice) {
     const int i = pick_rail(views, work.length, work.memory ? work.memory->numa_node() : -1);
     if (i < 0) break;
     const auto index = static_cast<size_t>(i);
-    if (!fabric_.adapters()[rails_[index].ours]->take_credit(weak_owner())) break;
+    if (!fabric_.adapters()[rails_[index].ours]->take_credit(weak_owner())) {
+      look_again_soon_locked();
+      break;
+    }
     views[index].outstanding_bytes += work.length;
     ++views[index].outstanding_count;
     chains[index].push_back(std::move(work));
@@ -325,12 +331,14 @@ void RdmaEndpoint::finish(Job& job) {
       crc = mc_crc32c(reinterpret_cast<const void*>(part.local), part.length, 0);
     }
   }
+  // Stopped: whoever did that finishes it. Its bytes were not copied on, so this is no success.
+  const bool stopped = !copying;
   copying.end();
   {
     const std::lock_guard lock(work_mutex_);
     release_locked(job);
   }
-  job.batch->part_done(part, job.status, crc, job.why.c_str());
+  if (!stopped) job.batch->part_done(part, job.status, crc, job.why.c_str());
 }
 
 }  // namespace mc
