@@ -96,8 +96,8 @@ class Side:
         from pyverbs.qp import QPAttr  # noqa: PLC0415
 
         route = GlobalRoute(dgid=other.context.query_gid(1, GID_INDEX), sgid_index=GID_INDEX)
-        attr = QPAttr(port_num=1, path_mtu=5, dest_qp_num=other.qp.qp_num)
-        attr.qp_access_flags = 1 | 2
+        attr = QPAttr(port_num=1)
+        attr.path_mtu, attr.dest_qp_num, attr.qp_access_flags = 5, other.qp.qp_num, 1 | 2
         attr.min_rnr_timer, attr.timeout, attr.retry_cnt, attr.rnr_retry = 12, 14, 7, 7
         attr.max_rd_atomic = attr.max_dest_rd_atomic = 1
         attr.ah_attr = AHAttr(port_num=1, is_global=1, gr=route)

@@ -86,7 +86,8 @@ def _rounds(seed: int, options: argparse.Namespace, reason: str) -> int:
     for name, (plain, share) in chosen.items():
         shape = replace(plain, ports=ports)
         seconds = max(10, options.seconds * share // total)
-        print(f"chaos: ./dev chaos {seed} --seconds {seconds} --round {name}", flush=True)
+        ways = f" --rdma {options.rdma}" if ports else ""
+        print(f"chaos: ./dev chaos {seed} --seconds {seconds} --round {name}{ways}", flush=True)
         database = None if shape.etcd_count else _database(folder / name, network)
         outcome = play(shape, seed, seconds, folder / name, database)
         print(summary(outcome), flush=True)

@@ -13,6 +13,11 @@ from rdma_ports import PORTS
 ROOT = Path(__file__).parents[2]
 STORE = ("test_store.py", "test_store_scattered.py")
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("MOONCAKE_RDMA_WHOLE") != "1",
+    reason="takes minutes in a guest on one processor: set MOONCAKE_RDMA_WHOLE=1",
+)
+
 
 def run(*words: str, seconds: int) -> str:
     paths = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
@@ -29,23 +34,23 @@ def run(*words: str, seconds: int) -> str:
     return ended.stdout
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_f22_the_stores_own_tests_pass_with_every_byte_over_rdma() -> None:
     files = [f"tests/integration/{name}" for name in STORE]
     said = run(
         *("pytest", "-p", "over_rdma", *files, "-q", "-p", "no:cacheprovider", "--timeout", "60"),
-        seconds=110,
+        seconds=290,
     )
     assert "passed" in said
     assert "failed" not in said
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a40_killed_and_stopped_at_random_the_store_keeps_its_promises_over_rdma() -> None:
     """One round of `./dev chaos --rdma`; the operations that were judged are counted in it."""
     ports = ",".join(PORTS)
     said = run(
         *("tests.chaos", "1", "--seconds", "20", "--round", "embedded", "--rdma", ports),
-        seconds=110,
+        seconds=290,
     )
     assert "VIOLATION" not in said
