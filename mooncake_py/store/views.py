@@ -190,9 +190,9 @@ class ViewTaker:
             return
         try:
             hold.ask(release=True, timeout_ms=RELEASE_MS)
-        except (errors.PeerUnreachable, LeaseExpired) as error:
+        except (errors.PeerUnreachable, errors.TransferTimeout, LeaseExpired) as error:
             raise LeaseExpired(
-                "the connection to the object's node was lost while it was viewed",
+                "the object's node was lost, or fell silent, while the object was viewed",
                 remedy="take what was read through the view as a miss",
                 key=hold.name.decode(),
             ) from error

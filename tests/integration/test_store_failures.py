@@ -25,9 +25,11 @@ from mooncake_py.errors import (
     MooncakeError,
     ObjectExists,
     ObjectNotFound,
+    TransferTimeout,
 )
 from mooncake_py.master.client import MasterClient
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
+from mooncake_py.store import views
 from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest
 
 MIB = 1 << 20
@@ -250,6 +252,21 @@ def test_a42_a_client_outlives_a_restart_of_the_master(fresh_cluster: Cluster) -
         wait_until(served)
         store.put("after", b"a" * 50_000)
         assert store.get("after") == b"a" * 50_000
+
+
+def test_f28_a_view_whose_node_is_silent_at_the_end_says_that_it_may_have_changed(
+    quick: Cluster, store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("viewed", b"v" * 30_000)
+    view = store.get_view("viewed")
+    assert view.mapped
+
+    def silent(hold: object, release: bool, timeout_ms: int) -> None:
+        raise TransferTimeout("no reply before the deadline")
+
+    monkeypatch.setattr(views._Hold, "ask", silent)
+    with pytest.raises(LeaseExpired, match="fell silent"):
+        view.release()
 
 
 def test_an_error_that_is_kept_holds_nothing_of_its_caller(
