@@ -94,6 +94,7 @@ class TransferEngine:
         self._batches: dict[int, Batch] = {}
         self._ids = itertools.count(1)
         self._managed: dict[int, Memory] = {}
+        self._has_rdma = False
         self._notifies: deque[TransferNotify] = deque(maxlen=NOTIFIES_MAX)
         seconds = upstream_variable("MC_TRANSFER_TIMEOUT", "30")
         self._timeout_ms = 1_000 * max(5, int(seconds) if seconds.isdigit() else 30)
@@ -113,13 +114,14 @@ class TransferEngine:
         try:
             host, port = _host_and_port(local_hostname)
             options = EngineOptions(
-                listen=join_address(host, port), transports=transports_of(protocol)
+                listen=join_address(host, port), transports=transports_of(protocol, device_name)
             )
             engine = Engine(options)
         except MooncakeError as error:
             log.error("initialize failed: %s", error)
             return INVALID_ARGUMENT
         engine.on_message(self._answer)
+        self._has_rdma = engine.describe()["rdma"]["state"] == "on"
         self._engine = engine
         return OK
 
@@ -163,8 +165,10 @@ class TransferEngine:
 
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
         engine = self._engine
-        if engine is None or capacity <= 0 or not is_mapped(buffer_addr, capacity):
+        if engine is None or capacity <= 0:
             return INVALID_ARGUMENT
+        if not is_mapped(buffer_addr, capacity) and not self._has_rdma:
+            return INVALID_ARGUMENT  # a GPU's memory is no memory here, and RDMA may still reach it
         with self._lock:
             for address, region in self._regions.items():
                 if address < buffer_addr + capacity and buffer_addr < address + region.nbytes:

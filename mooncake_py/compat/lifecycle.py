@@ -18,6 +18,8 @@ MASTER_DEFAULT = "127.0.0.1:50051"
 SEGMENT_DEFAULT_BYTES = 16 << 20  # of the dictionary form
 SETUP_MS = 20_000
 SEGMENT_MIN_BYTES = 1 << 20
+HOST_PROTOCOLS = frozenset({"", "tcp", "shm", "local"})
+RDMA_PROTOCOLS = frozenset({"rdma", "roce", "ib", "efa"})
 
 # Both spellings that are in use -> the argument's name.
 _SYNONYMS = {
@@ -36,6 +38,7 @@ class SetupOptions:
     protocol: str
     master_server_addr: str
     tenant_id: str = "default"
+    rdma_devices: str = ""
 
 
 def options_of(config: Mapping[str, Any]) -> SetupOptions:
@@ -51,14 +54,29 @@ def options_of(config: Mapping[str, Any]) -> SetupOptions:
         protocol=str(given.get("protocol") or "tcp"),
         master_server_addr=str(given.get("master_server_addr") or MASTER_DEFAULT),
         tenant_id=str(given.get("tenant_id") or "default"),
+        rdma_devices=str(given.get("rdma_devices") or ""),
     )
 
 
-def transports_of(protocol: str) -> tuple[str, ...]:
-    """tcp alone when it is forced; else the best that both sides have."""
+def transports_of(protocol: str, devices: str = "") -> tuple[str, ...]:
+    """The ways of ours for upstream's name of one. tcp alone when it is forced; else always shared
+    memory on one host, RDMA where it was asked for and is there (the engine says in its log why it
+    is not), and TCP. devices: names of RDMA cards, with commas between; "": all.
+
+    Raises UsageError for a way that is none of ours.
+    """
+    name = protocol.strip().lower()
+    if name not in HOST_PROTOCOLS and name not in RDMA_PROTOCOLS:
+        raise UsageError(
+            f"the protocol {protocol!r} is none of tcp, rdma",
+            remedy="memory of accelerators is moved over RDMA, or through host memory over TCP",
+        )
     if upstream_variable("MC_FORCE_TCP") not in ("", "0"):
         return ("tcp",)
-    return ("local", "shm", "tcp")
+    if name in HOST_PROTOCOLS:
+        return ("local", "shm", "tcp")
+    cards = "+".join(each.strip() for each in devices.split(",") if each.strip())
+    return ("local", "shm", f"rdma:{cards}" if cards else "rdma", "tcp")
 
 
 def open_client(options: SetupOptions) -> tuple[StoreClient, Node | None]:
@@ -71,7 +89,7 @@ def open_client(options: SetupOptions) -> tuple[StoreClient, Node | None]:
     client = StoreClient(
         options.master_server_addr,
         tenant=options.tenant_id,
-        transports=transports_of(options.protocol),
+        transports=transports_of(options.protocol, options.rdma_devices),
         timeout_ms=SETUP_MS,
     )
     if options.global_segment_size <= 0:

@@ -111,8 +111,9 @@ class MooncakeDistributedStore(SessionCalls, TensorCalls):
         if metadata_server is None or global_segment_size is None or local_buffer_size is None:
             raise TypeError("setup() takes a dictionary, or at least seven arguments")
         options = SetupOptions(
-            str(local_hostname), int(global_segment_size), protocol, master_server_addr, tenant_id
-        )
+            str(local_hostname), int(global_segment_size), str(protocol), str(master_server_addr),
+            str(tenant_id), str(rdma_devices or ""),
+        )  # fmt: skip
         return self._set_up(lambda: options)[0]
 
     def _set_up(self, options: Callable[[], SetupOptions]) -> tuple[int, str]:

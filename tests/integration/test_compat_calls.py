@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mooncake_py.compat import engine as engines
 from mooncake_py.compat import store as stores
+from mooncake_py.compat.lifecycle import transports_of
 from mooncake_py.compat.store import MooncakeDistributedStore
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 
@@ -138,6 +139,7 @@ def test_f50_a_notify_comes_after_its_data() -> None:
 WILD = """
 import sys
 import numpy as np
+from mooncake_py.compat.lifecycle import transports_of
 from mooncake_py.compat.store import MooncakeDistributedStore
 from mooncake_py.compat.engine import TransferEngine
 s, e, p = MooncakeDistributedStore(), TransferEngine(), TransferEngine()
@@ -227,3 +229,22 @@ def _call(call: Any, arguments: list[Any]) -> None:
         return  # no call of this method at all
     answer = call(*arguments)
     assert plain(answer), answer
+
+
+def test_f50_names_of_ways_are_translated_and_unknown_ones_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert transports_of("tcp") == transports_of("") == ("local", "shm", "tcp")
+    assert transports_of("rdma") == ("local", "shm", "rdma", "tcp")
+    assert transports_of("RDMA", "mlx5_0, mlx5_1") == (
+        "local", "shm", "rdma:mlx5_0+mlx5_1", "tcp",
+    )  # fmt: skip
+    made = MooncakeDistributedStore()
+    assert made.setup("127.0.0.1", "", 0, MIB, "nvlink", "", cluster.address) == -600
+    assert engines.TransferEngine().initialize("127.0.0.1", "", "ascend") == -1
+    # what this machine lacks is left out, and said in the log
+    assert made.setup("127.0.0.1", "", 0, MIB, "rdma", "mlx5_7", cluster.address) == 0
+    assert made.put("by rdma or not", b"x") == 0
+    made.close()
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    assert transports_of("rdma") == ("tcp",)
