@@ -120,7 +120,7 @@ def test_f68_a_full_store_pauses_the_request_and_no_thread_ends(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """-200 is vLLM's sign for it; a store without a node has no room either."""
-    monkeypatch.setattr("mooncake_py.compat.store._PUT_MS", 300)
+    monkeypatch.setattr("mooncake_py.compat.calls.PUT_MS", 300)
     with Cluster(ClusterOptions(node_count=0, segment_bytes=32 << 20)) as empty:
         worker = make(address=empty.address)
         sender = worker.worker.kv_send_thread
@@ -138,7 +138,7 @@ def test_f68_a_full_store_pauses_the_request_and_no_thread_ends(
 def test_f68_a_master_that_dies_costs_vllm_hits_and_no_thread(
     fresh_cluster: Cluster, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mooncake_py.compat.store._PUT_MS", 1_000)
+    monkeypatch.setattr("mooncake_py.compat.calls.PUT_MS", 1_000)
     worker = make(address=fresh_cluster.address)
     keys = vllm.hashes(2, start=1_000)
     worker.fill([1, 2], seed=8)

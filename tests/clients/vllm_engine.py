@@ -102,6 +102,7 @@ class Worker:
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self.config = _vllm_config(rank, blocks, extra)
         self.worker = worker.MooncakeStoreWorker(self.config, cache)
+        del os.environ["MOONCAKE_CONFIG_PATH"]  # other engines read it, too
         self.caches = {
             name: torch.zeros((blocks, spec.page_size_bytes), dtype=torch.uint8)
             for group, spec in zip(names, specs, strict=True)
