@@ -221,7 +221,8 @@ def replay(policy: str, prompts: Sequence[Sequence[int]], capacity_pages: int) -
     length = 64 * 15
     settings = CatalogSettings(
         lease_ms=1, eviction=policy, evict_high_ratio=1.0, evict_low_ratio=1.0,
-        suspect_ms=1 << 40, dead_ms=1 << 41, objects_max=max(4096, 2 * capacity_pages),
+        suspect_ms=1 << 40, dead_ms=1 << 41, disk_away_ms=1 << 41,
+        objects_max=max(4096, 2 * capacity_pages),
     )  # fmt: skip
     catalog = Catalog(settings)
     now_ms = 1_000
