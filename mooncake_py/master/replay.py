@@ -67,6 +67,10 @@ class _Attempt:
     def generation(self) -> int:
         return self.fields.generations[self.position]
 
+    @property
+    def group(self) -> int:
+        return self.fields.groups[self.position] if self.fields.groups else 0
+
     def generation_at(self, extent: tuple[int, int]) -> int:
         return self.copied.get(extent, self.generation)
 
@@ -230,6 +234,9 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
         _add_grant(state, attempt, _places(members, attempt, granted), report)
     for tenant in state.tenants:
         state.touch(tenant, list(tenant.complete.values()), now_ms)
+    for attempt in (*complete, *writing):
+        if attempt.group and not _places(members, attempt, granted):
+            state.drop_group(attempt.group, now_ms)
     find_short(state)
     youngest = max(
         (max((each.generation, *each.copied.values())) for each in (*complete, *writing)), default=0

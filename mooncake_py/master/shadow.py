@@ -57,6 +57,7 @@ class Shadow:
         self._slots: dict[int, int] = {}  # of complete objects, by generation
         self._new: list[int] = []  # slots that are complete since the last `feed`
         self._pinned: set[Pool] = set()  # that got soft pins since then
+        self._broken: set[int] = set()  # groups that lost a member with its node
         self._youngest = 0
         self._marks = records.Marks(1, 1)
         self._now_ms = 0  # of the newest record
@@ -83,6 +84,8 @@ class Shadow:
         """Make the state one that decides. False: claims contradict each other."""
         state = self.state
         state.free_rested(now_ms)
+        for name in sorted(self._broken):
+            state.drop_group(name, now_ms)
         slots = state.table.live_slots()
         if not self._place(slots):
             return False
@@ -202,6 +205,7 @@ class Shadow:
                 continue
             if not places:
                 self.report.objects_without_segment += fields.complete
+                self._broken.update(fields.groups[position : position + 1])
                 continue
             if put is None or generation != put.first + len(put.keys):
                 groups: list[int] = []
@@ -316,6 +320,7 @@ class Shadow:
         if kept:
             self.state.drop_replicas(slot, kept, until_ms, self._now_ms)
         else:
+            self._broken.add(self.state.table.groups.get(slot, 0))
             self._drop(generation, until_ms)
 
     def _copy(self, generation: int, own: int, segment_id: int, start: int) -> None:
@@ -359,6 +364,12 @@ class Shadow:
         segment = state.members.by_id.get(segment_id)
         if segment is None:
             return
+        for tenant in state.tenants:
+            for put, index in tenant.writing.values():
+                if put.groups and all(
+                    place >> PLACE_BITS == segment.index for place in put.places[index]
+                ):
+                    self._broken.add(put.groups[index])
         for slot in nodes.lose_at_once(state, segment, self._now_ms):
             if state.table.key[slot] is not None:
                 self._lose(state.table.generation[slot], segment_id, 0)

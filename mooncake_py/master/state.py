@@ -305,6 +305,16 @@ class CatalogState:
             if self.table.key[slot] is not None and self.table.groups.get(slot) == name
         )
 
+    def drop_group(self, name: int, now_ms: int) -> None:
+        """A member was lost with its node before this master's time: the others are not there any
+        more either. The records say so already, to whoever reads them."""
+        slots, grants = self.groups.dissolve(name)
+        for put, index in grants:
+            until = put.expires_ms + self.settings.grant_margin_ms
+            self.give_up_grant(put, index, until, now_ms)
+        for slot in slots:
+            self.drop_object(slot, now_ms + self.settings.lease_ms, now_ms)
+
     def leased_until(self, slot: int) -> int:
         """End of the lease of the object or, if later, of any member of its group."""
         table, lease_ms = self.table, self.settings.lease_ms

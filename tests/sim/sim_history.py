@@ -44,6 +44,7 @@ class History:
         self.floors: dict[bytes, int] = {}  # removed: generations below must not be read
         self.lives = 0
         self.groups: dict[int, set[int]] = {}  # name -> generations granted with it, in this life
+        self.mates: dict[int, set[int]] = {}  # generation -> those of its group
         self.copy_of: dict[int, int] = {}  # generation of a copied replica -> of its object
         self.counts: dict[str, int] = {}
 
@@ -97,6 +98,7 @@ class History:
             for _, _, _, _, generation, _, _, name in EXTENT_ROW.iter_unpack(rows):
                 if name:
                     self.groups.setdefault(name, set()).add(generation)
+                    self.mates[generation] = self.groups[name]
 
     def _judge_groups(self, catalog: Catalog) -> None:
         """As long as one member is there, all are."""
@@ -163,7 +165,7 @@ class History:
                 generation not in self.durable_commits & self.durable_grants
                 or generation in self.durable_drops
                 or generation in self.causes
-                or self.segments[generation] & self.gone_segments
+                or self._lost_with_its_node(generation)
             ), f"generation {generation} was durable and is lost"
             self.causes.setdefault(generation, "the log was lost")
         self.committed = live | (self.committed & live)
@@ -174,6 +176,11 @@ class History:
                 self.causes.pop(generation)
         copied = set(catalog.state.table.copied.values())
         self.orphans = set(self.keys) - live - running - copied
+
+    def _lost_with_its_node(self, generation: int) -> bool:
+        """Its own node, or that of another one of its group."""
+        mates = self.mates.get(generation, {generation})
+        return any(self.segments[each] & self.gone_segments for each in mates)
 
     def removal_acknowledged(self, keys: Sequence[bytes], reply: object, floor: int) -> None:
         if isinstance(reply, Statuses):

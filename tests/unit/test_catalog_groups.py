@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from catalog_model import Driver, check_invariants, picture
 
-from mooncake_py.errors import OutOfSpace
+from mooncake_py.errors import OK, OutOfSpace
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import Granted, PutStart, Unmount
+from mooncake_py.master.shadow import Shadow
 
 PAGE = 4096 - 64
 SEGMENT = 100 * 4096
@@ -139,3 +140,23 @@ def test_groups_outlive_a_restart(driver: Driver) -> None:
     assert driver.exists([b"k", b"v", b"m", b"n"]) == [1, 1, 0, 0]
     driver.end([b"n"], [granted.generations[1]])
     assert driver.exists([b"m", b"n"]) == [1, 1]
+
+
+def test_a18_a_group_that_lost_a_member_with_its_node_does_not_come_back_in_part() -> None:
+    """The master ends before it has ended the others: whoever reads its records ends them."""
+    driver = Driver()
+    segments = {node: driver.mount(node, 8192) for node in ("a", "b")}
+    keys = [b"k%d" % i for i in range(8)]
+    granted = driver.start(keys, 1400, groups=[1] * 8)  # more than one node holds
+    assert driver.end(keys, list(granted.generations)) == [OK] * 8
+    assert len(granted.segment_ids) == 2, "members on both nodes"
+    driver.apply(Unmount("a", 1, segments["a"]))
+    again, shadow, follower = Catalog(driver.settings), Shadow(driver.settings), Driver()
+    again.restore(None, driver.log, driver.now_ms)
+    shadow.feed(driver.log)
+    assert follower.catalog.take_over(shadow, driver.now_ms) is not None
+    for catalog in (again, follower.catalog):
+        driver.catalog = catalog
+        assert driver.exists(keys) == [0] * 8
+        assert len(catalog.state.table) == 0
+        check_invariants(catalog)
