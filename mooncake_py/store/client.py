@@ -80,7 +80,8 @@ class StoreClient:
     master: "host:port" of mooncake-master, of several with commas between. transports: ways to
     move bytes that may be used, best one is chosen per node; ("tcp",) forces TCP, "rdma" or
     "rdma:mlx5_0+mlx5_1" uses RDMA between hosts, and tcp instead, with a warning, if that is
-    allowed too and no device is usable. timeout_ms: default deadline of every call.
+    allowed too and no device is usable. timeout_ms: default deadline of every call. hedge_ms: how
+    long a read waits for one replica while there is another (0: half a second).
 
     Raises MasterUnavailable when no master answers within timeout_ms, VersionMismatch, UsageError.
     """
@@ -92,9 +93,12 @@ class StoreClient:
         tenant: str = "default",
         transports: Sequence[str] = ("local", "shm", "tcp"),
         timeout_ms: int = 10_000,
+        hedge_ms: int = 0,
         clock: Clock | None = None,
     ) -> None:
         check_timeout(timeout_ms)
+        if hedge_ms:
+            check_timeout(hedge_ms)
         if not 1 <= len(text_bytes("tenant", tenant)) <= TENANT_MAX_BYTES:
             raise UsageError(f"a tenant's name has 1 to {TENANT_MAX_BYTES} bytes", tenant=tenant)
         self._tenant = tenant
@@ -111,15 +115,11 @@ class StoreClient:
             raise
         self._nodes = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mooncake-client")
         self._directory = SegmentDirectory(self._engine, host_id())
-        self._reader = BatchReader(self._engine, self._directory, self._master, tenant, self._clock)
+        where = (self._engine, self._directory, self._master, tenant, self._clock)
+        self._reader = BatchReader(*where, hedge_ms)
         self._views = ViewTaker(self._directory, self._master, tenant, self._clock)
-        self._writer = BatchWriter(
-            self._engine,
-            self._directory,
-            self._master,
-            self._nodes,
-            ReservationPool(self._master, tenant, host_id(), self._nodes, self._clock),
-        )
+        pool = ReservationPool(self._master, tenant, host_id(), self._nodes, self._clock)
+        self._writer = BatchWriter(self._engine, self._directory, self._master, self._nodes, pool)
         self._calls = CallGate()
 
     # --- put ---

@@ -9,8 +9,9 @@ and judges it by header and checksum. Rows of segments that are not mapped here 
 engine, one batch a node, all nodes at once. A row from the cache that does not fit is nobody's
 fault: the key is asked for again. One that the master has just given and that cannot be read is
 broken: it is reported, avoided for a while, and the next replica is tried. As long as there is
-another one, a node that does not answer gets a part of the deadline only. A key with none left is
-a miss, or an integrity error when memory contradicted its own checksum. The number of questions in
+another one, a node that does not answer gets a part of the deadline only; with hedging that is a
+few ms, and late replicas are asked once more if no other has answered. A key with none left is a
+miss, or an integrity error when memory contradicted its own checksum. The number of questions in
 one call is bounded, and so is everything by the deadline.
 
 Leases are looked at once, before the read begins: a batch that takes longer than its leases is
@@ -52,6 +53,7 @@ _MISS = errors.ObjectNotFound.code
 _STALE = errors.LeaseExpired.code
 _BUSY = errors.Backpressure.code
 _TOO_SMALL = errors.UsageError.code
+_LATE = errors.TransferTimeout.code
 _UNREACHED = (errors.PeerUnreachable.code, errors.TransferTimeout.code)
 
 
@@ -88,13 +90,14 @@ class ReadResult:
 class _Open:
     """The keys of one call that are not done."""
 
-    __slots__ = ("deadline", "fresh", "names", "plans", "questions", "result", "retried")
+    __slots__ = ("deadline", "fresh", "hedged", "names", "plans", "questions", "result", "retried")
 
     def __init__(self, names: Sequence[bytes], deadline: Deadline) -> None:
         self.names = names
         self.deadline = deadline
         self.plans: list[bytes] = []  # rows of the replicas that are still to be tried
         self.fresh: set[int] = set()  # keys whose rows the master has given in this call
+        self.hedged: dict[int, int] = {}  # how many replicas of a key were late, and come last now
         self.questions = 0
         self.retried = False
         self.result = ReadResult([], [0] * len(names))
@@ -110,8 +113,10 @@ class BatchReader:
         master: MasterClient,
         tenant: str,
         clock: Clock,
+        hedge_ms: int = 0,
     ) -> None:
         self._directory = directory
+        self._hedge_ms = hedge_ms
         self._master = master
         self._tenant = tenant
         self._clock = clock
@@ -161,6 +166,11 @@ class BatchReader:
         call.result.codes = [errors.OK] * len(names)
         if unknown:
             self._question(call, unknown)
+        failed = self._directory.failed_lately(self._clock.now_ms())
+        if failed:  # what is cached was ordered before
+            for i, rows in enumerate(call.plans):
+                if len(rows) > ROW_BYTES and not is_striped(rows):
+                    call.plans[i] = _failed_last(rows, failed)
 
     def _question(self, call: _Open, which: Sequence[int]) -> None:
         """Ask the master about some keys, once for all of them."""
@@ -315,7 +325,10 @@ class BatchReader:
                 call.result.lengths[i] = length
         deadline = call.deadline
         if sum(map(len, plans)) > len(rows):  # some could be had elsewhere
-            patience_ms = PATIENCE_MS + sum(lengths) // PATIENCE_BYTES_PER_MS
+            patience_ms = self._hedge_ms
+            if not patience_ms or any(not self._may_hedge(call, i) for i in todo):
+                patience_ms = PATIENCE_MS
+            patience_ms += sum(lengths) // PATIENCE_BYTES_PER_MS
             deadline = Deadline(min(patience_ms, deadline.left_ms()), self._clock)
         statuses = self._attempt(rows, targets.place(todo, lengths), deadline)
         if self._directory.disks:
@@ -369,6 +382,13 @@ class BatchReader:
             code = call.result.codes[i] = -status
             if code == errors.OK:
                 continue
+            if code == _LATE and self._hedge_ms and self._may_hedge(call, i):
+                # Nothing is wrong with it but that another may be faster.
+                call.hedged[i] = call.hedged.get(i, 0) + 1
+                self._directory.failed(int(table[at]["segment_index"]), self._clock.now_ms())
+                call.plans[i] = call.plans[i][ROW_BYTES:] + call.plans[i][:ROW_BYTES]
+                again.append(i)
+                continue
             call.plans[i] = call.plans[i][ROW_BYTES:]
             if code in (_STALE, _TOO_SMALL) and i not in call.fresh:
                 stale.append(i)
@@ -386,6 +406,11 @@ class BatchReader:
                 self._question(call, stale)
                 again += [i for i in stale if call.plans[i]]
         return sorted(again)
+
+    @staticmethod
+    def _may_hedge(call: _Open, i: int) -> bool:
+        """Has a replica of this key not been asked yet, or briefly only?"""
+        return call.hedged.get(i, 0) < len(call.plans[i]) // ROW_BYTES
 
     def _broken(self, call: _Open, key: int, row: np.void, code: int) -> None:
         generation, index = int(row["generation"]), int(row["segment_index"])
@@ -414,6 +439,14 @@ class BatchReader:
             )
         except MooncakeError:
             return  # advice only: the master finds out by itself a little later
+
+
+def _failed_last(rows: bytes, failed: frozenset[int]) -> bytes:
+    """The rows of one key, those of these segments behind the others."""
+    table = np.frombuffer(rows, EXTENT)
+    order = np.argsort(np.isin(table["segment_index"], list(failed)), kind="stable")
+    moved: bytes = table[order].tobytes()
+    return moved
 
 
 def _with_parts(extents: np.ndarray, placements: Placements, indices: Sequence[int]) -> np.ndarray:

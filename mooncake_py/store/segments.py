@@ -95,6 +95,13 @@ class SegmentDirectory:
         with self._lock:
             self._failed_until[index] = now_ms + FAILED_MS
 
+    def failed_lately(self, now_ms: int) -> frozenset[int]:
+        """Indices of segments whose replicas are tried last just now."""
+        if not self._failed_until:
+            return frozenset()
+        with self._lock:
+            return frozenset(each for each, until in self._failed_until.items() if until > now_ms)
+
     def distances(self, now_ms: int) -> npt.NDArray[np.int8]:
         """By index: 0 this host, 1 elsewhere, 2 a disk, 3 failed lately."""
         with self._lock:

@@ -15,6 +15,7 @@ from mooncake_py import ReplicaPolicy, StoreClient
 from mooncake_py.errors import MooncakeError, ObjectNotFound
 from mooncake_py.master.client import MasterClient
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
+from mooncake_py.store.segments import SegmentDirectory
 
 MIB = 1 << 20
 TWO = ReplicaPolicy(replica_count=2, strict=True)
@@ -54,6 +55,49 @@ def test_f14_reads_go_on_when_one_of_two_nodes_fails(transport: str, how: signal
             send(cluster.nodes[0], signal.SIGCONT)
         assert failed == []
         assert slowest[0] < 2.0  # the promise is 1 s; the rest is this machine's other work
+
+
+def test_f58_hedged_reads_pass_a_late_node_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [f"f58/{i}" for i in range(200)]
+    values = [bytes([i]) * 20_000 for i in range(200)]
+    hedged, failed = [], SegmentDirectory.failed
+
+    def count(directory: SegmentDirectory, index: int, now_ms: int) -> None:
+        hedged.append(index)
+        failed(directory, index, now_ms)
+
+    with (
+        two_nodes() as cluster,
+        StoreClient(cluster.address, transports=("tcp",), hedge_ms=20) as store,
+    ):
+        assert store.put_batch(keys, values, policy=TWO) == [None] * 200
+        assert store.get_batch(keys) == values, "both nodes are open now"
+        monkeypatch.setattr(SegmentDirectory, "failed", count)
+        send(cluster.nodes[0], signal.SIGSTOP)
+        try:
+            for key, value in zip(keys, values, strict=True):
+                assert store.get(key) == value
+        finally:
+            send(cluster.nodes[0], signal.SIGCONT)
+        assert len(hedged) <= 200 // 20, "at most 5 % of the reads were made twice"
+        assert calls(cluster, "Report") == 0, "nothing is wrong with a node that is late"
+
+
+def test_f58_a_late_replica_is_read_all_the_same_when_the_other_is_gone() -> None:
+    with (
+        two_nodes() as cluster,
+        StoreClient(cluster.address, transports=("tcp",), hedge_ms=20) as store,
+    ):
+        assert store.put_batch(["a", "b"], [b"v" * 20_000] * 2, policy=TWO) == [None] * 2
+        assert store.get_batch(["a", "b"]) == [b"v" * 20_000] * 2
+        send(cluster.nodes[0], signal.SIGSTOP)
+        send(cluster.nodes[1], signal.SIGKILL)
+        waking = threading.Timer(0.3, send, (cluster.nodes[0], signal.SIGCONT))
+        waking.start()
+        try:
+            assert store.get_batch(["a", "b"]) == [b"v" * 20_000] * 2
+        finally:
+            waking.join()
 
 
 def test_a23_a_hit_that_cannot_be_read_is_a_miss_reported_once() -> None:
