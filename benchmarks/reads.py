@@ -2,7 +2,8 @@
 
 A cluster whose memory is a fraction of what is written into it, so that everything is evicted all
 the time; a writer that also removes objects by force and stores successors under their keys; and
-readers on every path (single, into a buffer, batch, range, view, session; shared memory and TCP).
+readers on every path (single, into a buffer, batch, range, view, session; shared memory and TCP;
+with --disk what memory has no room for comes from a disk).
 Every object says of itself which key and which version it is and what its bytes must be, so every
 read is judged: right, a miss, or wrong. A version whose removal was acknowledged before the read
 began is wrong, too. Exit code 1 when one is.
@@ -13,16 +14,18 @@ from __future__ import annotations
 import random
 import struct
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import click
 
 from mooncake_py import StoreClient
 from mooncake_py.clock import Deadline, SystemClock
 from mooncake_py.errors import MooncakeError, ObjectExists, ObjectNotFound, OutOfSpace
+from mooncake_py.master.client import MasterClient
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 
 _HEAD = struct.Struct("<QQ")  # key's number, version
@@ -219,6 +222,28 @@ def _write(world: World, store: StoreClient, done: threading.Event, report: Repo
                 report.wrong.append(f"put: {outcome!r}")
 
 
+def with_disk(options: ClusterOptions, folder: str) -> ClusterOptions:
+    """The same with one node, whose disk has room for everything: what memory has no room for is
+    read from there, by every path."""
+    return replace(
+        options,
+        node_count=1,
+        node_arguments=["--disk", folder, "--disk-size", str(16 * options.segment_bytes)],
+        master_arguments=["--set", "lease_ms=300"],
+    )
+
+
+def disk_numbers(cluster: Cluster) -> dict[str, int]:
+    """What the master counts of disks: above all objects that are nowhere else."""
+    master = MasterClient(cluster.address, role="tool")
+    try:
+        counters = master.status(timeout_ms=5_000).counters
+    finally:
+        master.close()
+    wanted = ("disk_offloads", "disk_promotions", "disk_cold_objects")
+    return {name: int(counters.get(name, 0)) for name in wanted}
+
+
 def run(cluster: Cluster, reads: int, *, threads: int = 2, minutes: float = 30.0) -> Report:
     """Until so many reads were judged. `threads`: readers a transport."""
     segment_bytes = cluster.options.node_count * cluster.options.segment_bytes
@@ -264,10 +289,17 @@ def run(cluster: Cluster, reads: int, *, threads: int = 2, minutes: float = 30.0
 @click.command()
 @click.option("--reads", type=int, default=1_000_000, show_default=True, help="to be judged")
 @click.option("--megabytes", type=int, default=24, show_default=True, help="of each of two nodes")
-def main(reads: int, megabytes: int) -> None:
+@click.option("--disk", is_flag=True, help="one node, and what is evicted from it is on its disk")
+def main(reads: int, megabytes: int, disk: bool) -> None:
     """Read under constant eviction until so many reads were judged; say what came."""
-    with Cluster(ClusterOptions(node_count=2, segment_bytes=megabytes << 20)) as cluster:
-        report = run(cluster, reads)
+    with tempfile.TemporaryDirectory(prefix="mooncake-reads-") as folder:
+        options = ClusterOptions(node_count=2, segment_bytes=megabytes << 20)
+        if disk:
+            options = with_disk(options, folder)
+        with Cluster(options) as cluster:
+            report = run(cluster, reads)
+            if disk:
+                click.echo(f"{disk_numbers(cluster)}")
     for path in sorted({path for path, _ in report.outcomes}):
         right, miss = report.outcomes[path, "right"], report.outcomes[path, "miss"]
         click.echo(f"{path:<14}{right:>10} right{miss:>10} misses")

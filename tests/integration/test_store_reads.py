@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.reads import World, run
+from pathlib import Path
+
+from benchmarks.reads import World, disk_numbers, run, with_disk
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 
 
@@ -14,6 +16,18 @@ def test_f09_a07_no_read_path_brings_a_wrong_byte_under_constant_eviction() -> N
     for path in ("single", "into", "batch", "range", "view", "session"):
         for transport in ("shm", "tcp"):
             assert report.outcomes[f"{path} {transport}", "right"] > 0, path
+
+
+def test_f09_a07_no_read_path_brings_a_wrong_byte_from_a_disk(tmp_path: Path) -> None:
+    options = with_disk(ClusterOptions(segment_bytes=12 << 20), str(tmp_path))
+    with Cluster(options) as cluster:
+        report = run(cluster, 3_000, minutes=1)
+        numbers = disk_numbers(cluster)
+    assert report.wrong == []
+    assert numbers["disk_offloads"] > 0
+    assert numbers["disk_cold_objects"] > 0, "what memory has no room for was on the disk alone"
+    for transport in ("shm", "tcp"):
+        assert report.outcomes[f"batch {transport}", "right"] > 0
 
 
 def test_the_judge_of_reads_sees_what_is_wrong() -> None:
