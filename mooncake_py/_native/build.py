@@ -23,6 +23,8 @@ _ABI: dict[str, str | None] = {
     "segment.h": "memory",
     "engine.h": "engine",
     "pulls.h": "node",
+    "door.h": "master",
+    "puts.h": "client",
 }
 
 

@@ -11,13 +11,13 @@ Thread-safe. Outcomes of single keys are in the answers' status arrays and never
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mooncake_py.clock import Deadline
 from mooncake_py.master import commands as c
 from mooncake_py.master.disk_commands import DiskWork
-from mooncake_py.master.link import MasterLink
-from mooncake_py.model import ReplicaPolicy
+from mooncake_py.master.link import PART_BYTES, MasterLink
+from mooncake_py.model import KEY_MAX_BYTES, ReplicaPolicy
 from mooncake_py.wire import answers, disks, lane, moves, reserved
 from mooncake_py.wire.answers import (
     Beat,
@@ -41,6 +41,9 @@ from mooncake_py.wire.inventory import (
 )
 from mooncake_py.wire.moves import TaskBatch
 from mooncake_py.wire.reserved import Reservations
+
+if TYPE_CHECKING:
+    from mooncake_py.transfer import Peer
 
 __all__ = [
     "Beat", "ClusterInfo", "Grants", "Listing", "MasterClient", "MountedSegment", "NodeGrant",
@@ -143,6 +146,29 @@ class MasterClient(MasterLink):
             )
             found.append(self._call(lane.PUT_END, request, deadline).status)
         return answers.join_status(found)
+
+    def lane(self) -> Peer | None:
+        """The open lane of the only master there is, for messages that a caller sends by itself; or
+        None."""
+        due = self._info is None or self._lane_retry_ms or self._route.several
+        return None if due else self._peer
+
+    def put_end_payload(
+        self, tenant: str, keys: Sequence[bytes], generations: Sequence[int]
+    ) -> bytes | None:
+        """What `put_end` of reservations would send; None: it takes more than one call."""
+        info = self._info
+        if info is None or len(keys) > min(info.batch_max_keys, PART_BYTES // KEY_MAX_BYTES):
+            return None
+        request = answers.put_end_request(tenant, keys, generations, (), True)
+        return request.SerializeToString()
+
+    def put_ended(self, raw: bytes, *, timeout_ms: int) -> Status:
+        """The outcome of a put end that the caller sent by itself. Raises what `put_end` raises;
+        NotLeader is for `put_end` to go on with."""
+        reply = self._judged(lane.PUT_END, raw, Deadline(timeout_ms, self._clock))
+        answers.check(lane.PUT_END, reply)
+        return answers.join_status([reply.status])
 
     def put_revoke(
         self, tenant: str, keys: Sequence[bytes], generations: Sequence[int], *, timeout_ms: int

@@ -24,6 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from mooncake_py.clock import Clock
 from mooncake_py.errors import MasterUnavailable, MooncakeError
 from mooncake_py.master.inbox import GRPC, LANE, Call
+from mooncake_py.master.quick import QuickAnswers
 from mooncake_py.metrics import Metrics
 from mooncake_py.transfer import Message, TransferEngine
 from mooncake_py.wire.lane import BY_NUMBER, METHODS, SERVICE, Method
@@ -184,13 +185,21 @@ class LaneDoor:
     def __init__(
         self, engine: TransferEngine, call_ms_max: int, clock: Clock, traffic: Traffic
     ) -> None:
+        self.engine = engine
         self._inbox = engine.inbox
         self._call_ms_max = call_ms_max
         self._clock = clock
         self._traffic = traffic
+        self._quick: QuickAnswers | None = None
+        self._count: Callable[[int, int], None] | None = None
+
+    def answer_quickly(self, quick: QuickAnswers, count: Callable[[int, int], None]) -> None:
+        """Answer from the mirror what can be. Before the first `receive`. `count` is told of Exists
+        calls and commits."""
+        self._quick, self._count = quick, count
 
     def receive(self, timeout_ms: int) -> Call | None:
-        message = self._inbox.receive(timeout_ms)
+        message = self._receive(timeout_ms)
         if message is None:
             return None
         method = BY_NUMBER.get(message.kind)
@@ -200,6 +209,19 @@ class LaneDoor:
         self._traffic.received.value += len(message.payload)
         expires_ms = self._clock.now_ms() + self._call_ms_max
         return Call(method, message.payload, partial(self._reply, message), expires_ms, LANE)
+
+    def _receive(self, timeout_ms: int) -> Message | None:
+        """What was promised meanwhile is kept before anything else is done."""
+        if self._quick is None or self._count is None:
+            return self._inbox.receive(timeout_ms)
+        try:
+            return self._inbox.receive(timeout_ms, through=self._quick.serve)
+        finally:
+            exists, commits, received, sent = self._quick.settle()
+            if received:
+                self._traffic.received.value += received
+                self._traffic.sent.value += sent
+                self._count(exists, commits)
 
     def wake(self) -> None:
         self._inbox.wake()

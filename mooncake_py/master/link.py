@@ -143,7 +143,11 @@ class MasterLink:
 
     def _ask(self, method: Method, payload: bytes, deadline: Deadline) -> Any:
         self._ready(deadline)
-        reply = answers.parse(method, self._send(method, payload, deadline))
+        return self._judged(method, self._send(method, payload, deadline), deadline)
+
+    def _judged(self, method: Method, raw: bytes, deadline: Deadline) -> Any:
+        """The reply, if it is one of a leader that is still the one."""
+        reply = answers.parse(method, raw)
         answers.check_leader(method, reply)
         term = answers.term_of(reply)
         if term < self._term:

@@ -37,13 +37,21 @@ from typing import Protocol
 
 from mooncake_py.clock import Clock
 from mooncake_py.errors import Backpressure, MooncakeError
-from mooncake_py.master.inbox import DOORS, Call, Inbox, Limits
+from mooncake_py.master.inbox import DOORS, LANE, Call, Inbox, Limits
 from mooncake_py.master.service import Answer, Service
 from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.unsealer import Both, Unsealer
 from mooncake_py.master.writer import Base, Writer
 from mooncake_py.metrics import Metrics
-from mooncake_py.wire.lane import HEARTBEAT, METHODS, MOUNT, PUT_END, REMOVE, Method
+from mooncake_py.wire.lane import (
+    EXISTS,
+    HEARTBEAT,
+    METHODS,
+    MOUNT,
+    PUT_END,
+    REMOVE,
+    Method,
+)
 
 log = logging.getLogger(__name__)
 
@@ -137,12 +145,29 @@ class Owner:
         }
         self._busy = metrics.counter("backpressure_total", "Calls answered Backpressure")
         self._late = metrics.counter("expired_calls_total", "Calls dropped after their deadline")
+        self._quick = metrics.counter(
+            "quick_answers_total", "Calls of the lane answered without the catalog"
+        )
         self._snapshots = metrics.counter("catalog_snapshots_total", "Snapshots taken")
         metrics.source("queues", self._depths)
 
     def tell_nodes(self, unsealer: Unsealer) -> None:
         """Let removals be answered after the nodes were told. Before `start`."""
         self._unsealer = unsealer
+
+    def settle(
+        self, tenant: str, keys: Sequence[bytes], generations: Sequence[int], at_ms: int
+    ) -> None:
+        """Apply commits that were acknowledged at that time (quick.py). This thread only."""
+        records = self._service.settle(tenant, keys, generations, at_ms)
+        if records:
+            self._record(records, [])
+
+    def count_quick(self, exists: int, commits: int) -> None:
+        """So many calls of the lane were answered quickly. This thread only."""
+        self._quick.value += exists + commits
+        self._calls[LANE, EXISTS.number].value += exists
+        self._calls[LANE, PUT_END.number].value += commits
 
     def start(self, record_nbytes: int) -> None:
         """`record_nbytes`: how much the log holds above its snapshot."""

@@ -20,6 +20,7 @@ from mooncake_py.master.inbox import GRPC, LANE, Call, Limits
 from mooncake_py.master.listen import Address, listen_address
 from mooncake_py.master.metadata import MetadataStore
 from mooncake_py.master.owner import Bell, Gate, Owner, Source, opened
+from mooncake_py.master.quick import QuickAnswers
 from mooncake_py.master.service import Cluster, Service
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.unsealer import Unsealer
@@ -107,6 +108,8 @@ class Reign:
         if self._unsealer is not None:
             self._owner.tell_nodes(self._unsealer)
         self._owner.count(metrics)
+        if isinstance(source, LaneDoor) and claim.gate is opened and not claim.durable_puts:
+            self._answer_quickly(source, catalog)
         self.submit = self._owner.submit
         self._service.offer(self._lane_offered(), self._counters)
         self._writer.start()
@@ -166,6 +169,14 @@ class Reign:
         self._unsealer = Unsealer(engine, self._setup.clock)
         stack.callback(self._unsealer.close)
         return LaneDoor(engine, settings.call_ms_max, self._setup.clock, traffic), engine.address
+
+    def _answer_quickly(self, door: LaneDoor, catalog: Catalog) -> None:
+        owner, writer, service = self._owner, self._writer, self._service
+        quick = QuickAnswers(
+            door.engine, catalog, lambda: service.term, self._setup.clock,
+            owner.settle, lambda: writer.obstacle() is None,
+        )  # fmt: skip
+        door.answer_quickly(quick, owner.count_quick)
 
     def _lane_offered(self) -> str:
         """The lane's address as clients are told it. Without a host: the one they dialled."""

@@ -182,6 +182,8 @@ def _name(
         state.end_grant(work, grant, Event.PUT_REVOKE, now_ms)
         return ObjectExists.code
     del tenant.writing[held]
+    if state.touched is not None:
+        state.touched.append((tenant, held))
     put.keys[index] = key
     tenant.writing[key] = grant
     return grant

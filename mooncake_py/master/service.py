@@ -29,7 +29,7 @@ from mooncake_py.master.disk_commands import DiskTasks, DiskWork
 from mooncake_py.master.membership import ALIVE, DRAINING
 from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.unsealer import Order
-from mooncake_py.model import EXTENT_ROW, PROTOCOL_MAJOR, PROTOCOL_MINOR, RELEASE
+from mooncake_py.model import BATCH_MAX_KEYS, EXTENT_ROW, PROTOCOL_MAJOR, PROTOCOL_MINOR, RELEASE
 from mooncake_py.wire import convert, disks, lane
 from mooncake_py.wire.lane import Method
 from mooncake_py.wire.status import refusal
@@ -134,6 +134,10 @@ class Service:
         self._keep(applied.effects)
         return applied.records
 
+    @property
+    def term(self) -> int:
+        return self._cluster.term
+
     def raise_term(self, term: int) -> list[bytes]:
         """Go on in this term, which is durable; its records. A smaller one changes nothing."""
         if term <= self._cluster.term:
@@ -159,6 +163,25 @@ class Service:
             return bool(request.all)
         except MooncakeError:
             return False  # whoever serves it says what is wrong
+
+    def settle(
+        self, tenant: str, keys: Sequence[bytes], generations: Sequence[int], at_ms: int
+    ) -> list[bytes]:
+        """Commit reservations as was promised already (quick.py); the records."""
+        records: list[bytes] = []
+        for start in range(0, len(keys), BATCH_MAX_KEYS):
+            some = slice(start, start + BATCH_MAX_KEYS)
+            command = c.PutEnd(tenant, keys[some], generations[some], reserved=True)
+            try:
+                applied = self._catalog.apply(command, at_ms)
+            except Exception:
+                log.exception("%d acknowledged puts were lost", len(keys[some]))
+                continue
+            self._keep(applied.effects)
+            records += applied.records
+            if not isinstance(applied.reply, c.Statuses) or any(applied.reply.status):
+                log.error("puts were acknowledged that the catalog refuses: %r", applied.reply)
+        return records
 
     def slices(self, now_ms: int) -> Slices:
         """Begin a snapshot."""

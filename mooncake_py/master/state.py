@@ -108,12 +108,16 @@ class CatalogState:
         self.aside: dict[int, int] = {}  # slots whose end frees nothing useful, with generation
         self.aside_version = 0  # of the membership then
         self.evicting = False  # between the watermarks, on the way down
+        # Keys that were written, stored or ended since somebody who mirrors them looked (quick.py).
+        self.touched: list[tuple[Tenant, bytes]] | None = None
 
     # --- grants ---------------------------------------------------------------------------------
 
     def watch_grants(self, put: Put) -> None:
         """What of this put is not committed by its expiry ends then."""
         self._put_count += 1
+        if self.touched is not None:
+            self.touched += [(put.tenant, key) for key in put.keys]
         if put.groups:
             self.groups.begin(put)
         self.open_grants += put.open_count
@@ -166,6 +170,8 @@ class CatalogState:
         key = put.keys[index]
         del put.tenant.writing[key]
         put.tenant.part_count -= is_part(key)
+        if self.touched is not None:
+            self.touched.append((put.tenant, key))
         nbytes = self._give_up(put, index, put.places[index], until_ms, now_ms)
         if put.groups and put.groups[index]:
             self.groups.leave(put.groups[index], key, -1)
@@ -270,6 +276,8 @@ class CatalogState:
         if tenant.complete.get(key) == slot:
             del tenant.complete[key]
             tenant.part_count -= is_part(key)
+            if self.touched is not None:
+                self.touched.append((tenant, key))
         if table.flags[slot] & HARD_PIN:
             self.pin(tenant, -units * count)
         if table.flags[slot] & ON_DISK:
@@ -343,6 +351,8 @@ class CatalogState:
     def enter(self, tenant: Tenant, key: bytes, slot: int, now_ms: int) -> None:
         """The object is visible, and evictable unless it is protected."""
         tenant.complete[key] = slot
+        if self.touched is not None:
+            self.touched.append((tenant, key))
         if self.members.disks and self._settle_on_disk(slot):
             self.table.stamp[slot] = now_ms
             return

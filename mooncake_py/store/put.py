@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake_py import errors
+from mooncake_py._native.check import failure
+from mooncake_py._native.puts import Sent, put_reserved
 from mooncake_py.clock import Deadline
 from mooncake_py.errors import InternalError, MooncakeError
 from mooncake_py.master.client import Grants, MasterClient, NodeGrant, Reservations
@@ -25,10 +27,11 @@ from mooncake_py.model import DEFAULT_POLICY, ReplicaPolicy
 from mooncake_py.store.buffers import Pieces
 from mooncake_py.store.regions import RegionBook
 from mooncake_py.store.reservations import ReservationPool
-from mooncake_py.store.segments import SegmentDirectory
+from mooncake_py.store.segments import Reach, SegmentDirectory
 from mooncake_py.store.sources import Sources, sources_of
 from mooncake_py.store.stripes import parts_of
 from mooncake_py.transfer import TransferEngine
+from mooncake_py.wire.lane import PUT_END
 from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest, pull_names
 
 _REVOKE_MS = 50  # a put that ran out of time still tries this long to give its space back
@@ -107,6 +110,33 @@ def _pull_parts(
     return sources.of(keys, starts, table["length"].astype(np.uint64))
 
 
+def _reserved_pull(
+    run: Reservations, start: int, sources: Sources, job: PutJob, timeout_ms: int
+) -> bytes:
+    """The pull of a run for the keys from `start` on."""
+    stop = start + run.row_count
+    offsets, pieces = sources.of(slice(start, stop))
+    return PullRequest(
+        segment_id=run.segment.segment_id,
+        rows=run.rows,
+        mac=b"",
+        region=sources.region,
+        sources=offsets,
+        inline_values=sources.inline,
+        timeout_ms=timeout_ms,
+        pieces=pieces,
+        row_macs=run.macs,
+        names=pull_names(job.tenant, job.keys[start:stop], job.policy),
+    ).encode()
+
+
+def _reserved_codes(answer: bytes, count: int) -> list[int]:
+    reply = PullReply.decode(answer)
+    if reply.code != errors.OK or len(reply.status) != count:
+        return [reply.code or InternalError.code] * count
+    return list(reply.status)
+
+
 class BatchWriter:
     """Writes batches. Stateless between calls, so any thread may use it."""
 
@@ -156,17 +186,14 @@ class BatchWriter:
     def _write_reserved(self, job: PutJob, runs: Sequence[Reservations]) -> list[int]:
         """As `write`; codes that are not in _SETTLED mean that nothing was stored. The first run
         is for the first keys, and so on."""
-        starts = [0, *accumulate(run.row_count for run in runs)]
         with sources_of(job.pieces, job.sizes, self.regions, self._engine) as sources:
-            others = [
-                self._nodes.submit(self._pull_reserved, run, start, sources, job)
-                for run, start in zip(runs[1:], starts[1:], strict=False)
-            ]
-            codes = list(self._pull_reserved(runs[0], 0, sources, job))
-            for other in others:
-                codes += other.result()
-        generations = [each for run in runs for each in run.generations()]
-        keys = job.keys
+            if len(runs) == 1:
+                codes, ended = self._put_at_once(runs[0], sources, job)
+                if ended:
+                    return codes
+            else:
+                codes = self._pull_runs(runs, sources, job)
+        keys, generations = job.keys, [each for run in runs for each in run.generations()]
         sealed = list(range(len(codes)))
         if any(codes):
             sealed = [i for i, code in enumerate(codes) if code == errors.OK]
@@ -182,35 +209,70 @@ class BatchWriter:
                     job.uncommitted[job.keys[i]] = generation
         return codes
 
+    def _put_at_once(
+        self, run: Reservations, sources: Sources, job: PutJob
+    ) -> tuple[list[int], bool]:
+        """Pull and commit in one native call, where the master has a lane. (one code each, whether
+        they are of the commit)."""
+        lane = self._master.lane()
+        commit = None
+        if lane is not None:
+            commit = self._master.put_end_payload(job.tenant, job.keys, run.generations())
+        if lane is None or commit is None:
+            return self._pull_reserved(run, 0, sources, job), False
+        count, reach = run.row_count, None
+        try:
+            reach = self._directory.reach(run.segment, job.deadline)
+            left_ms = job.deadline.left_ms()
+            status, pulled, committed = put_reserved(
+                self._engine.native,
+                Sent(reach.peer.id, PULL_KIND, _reserved_pull(run, 0, sources, job, left_ms)),
+                Sent(lane.id, PUT_END.number, commit),
+                left_ms,
+            )
+            if pulled is None:
+                raise failure(status, "put", peer=reach.peer.address)
+            codes = _reserved_codes(pulled, count)
+        except MooncakeError as error:
+            return self._not_pulled(error, reach, count), False
+        if committed is None:  # the ordinary call finds out why, and goes on from there
+            return codes, False
+        try:
+            statuses = self._master.put_ended(committed, timeout_ms=job.deadline.left_ms())
+        except errors.NotLeader:
+            return codes, False
+        return statuses.tolist(), True
+
+    def _pull_runs(self, runs: Sequence[Reservations], sources: Sources, job: PutJob) -> list[int]:
+        """Beside each other."""
+        starts = [0, *accumulate(run.row_count for run in runs)]
+        others = [
+            self._nodes.submit(self._pull_reserved, run, start, sources, job)
+            for run, start in zip(runs[1:], starts[1:], strict=False)
+        ]
+        codes = self._pull_reserved(runs[0], 0, sources, job)
+        for other in others:
+            codes += other.result()
+        return codes
+
     def _pull_reserved(
         self, run: Reservations, start: int, sources: Sources, job: PutJob
-    ) -> Sequence[int]:
+    ) -> list[int]:
         """One code each. `start`: of the first key. Never raises for what node or network does."""
-        segment, reach, count = run.segment, None, run.row_count
-        offsets, pieces = sources.of(slice(start, start + count))
+        count, reach = run.row_count, None
         try:
-            reach = self._directory.reach(segment, job.deadline)
+            reach = self._directory.reach(run.segment, job.deadline)
             left_ms = job.deadline.left_ms()
-            request = PullRequest(
-                segment_id=segment.segment_id,
-                rows=run.rows,
-                mac=b"",
-                region=sources.region,
-                sources=offsets,
-                inline_values=sources.inline,
-                timeout_ms=left_ms,
-                pieces=pieces,
-                row_macs=run.macs,
-                names=pull_names(job.tenant, job.keys[start : start + count], job.policy),
-            ).encode()
-            reply = PullReply.decode(reach.peer.request(PULL_KIND, request, timeout_ms=left_ms))
+            request = _reserved_pull(run, start, sources, job, left_ms)
+            answer = reach.peer.request(PULL_KIND, request, timeout_ms=left_ms)
+            return _reserved_codes(answer, count)
         except MooncakeError as error:
-            if reach is not None and isinstance(error, errors.PeerUnreachable):
-                self._directory.forget(reach)
-            return [error.code] * count
-        if reply.code != errors.OK or len(reply.status) != count:
-            return [reply.code or InternalError.code] * count
-        return reply.status
+            return self._not_pulled(error, reach, count)
+
+    def _not_pulled(self, error: MooncakeError, reach: Reach | None, count: int) -> list[int]:
+        if reach is not None and isinstance(error, errors.PeerUnreachable):
+            self._directory.forget(reach)
+        return [error.code] * count
 
     # --- with grants ---
 

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 LENGTHS_MAX = 32
 COUNT_MIN, COUNT_MAX = 8, 512  # reservations of one length
 BYTES_MAX = 32 << 20  # likewise; a longer batch goes the long way
+_BATCHES = 4  # of the last one's size are asked for at a time
 _INTEREST_MS = 10_000  # two puts of one length within this time are worth a stock
 _PAUSE_MS = 1_000  # after the master had none, or did not answer
 _CALL_MS = 2_000
@@ -106,7 +107,8 @@ class ReservationPool:
             if again and not stock.filling and stock.count < max(count, stock.target // 2):
                 if taken is None and stock.target >= count:
                     stock.target = min(2 * stock.target, COUNT_MAX, _most(nbytes))
-                stock.target = max(stock.target, count)
+                enough = min(_BATCHES * count if count > 1 else 1, COUNT_MAX, _most(nbytes))
+                stock.target = max(stock.target, enough, count)
                 self._refill(stock, now_ms)
         return taken
 

@@ -36,4 +36,12 @@
 #define MC_PULL_ROW_MACS 1
 #define MC_PULL_PIECES 2
 
+/* Calls that a master's door may answer; what it knows of a key. */
+#define MC_DOOR_EXISTS 1
+#define MC_DOOR_COMMIT 2
+
+#define MC_DOOR_ABSENT 0
+#define MC_DOOR_COMPLETE 1
+#define MC_DOOR_WRITING 2
+
 #define MC_EXTENT_HEADER_NBYTES 64

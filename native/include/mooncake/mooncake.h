@@ -33,6 +33,8 @@ extern "C" {
 #include "../../abi/segment.h"
 #include "../../abi/engine.h"
 #include "../../abi/pulls.h"
+#include "../../abi/door.h"
+#include "../../abi/puts.h"
 
 #ifdef __cplusplus
 }
