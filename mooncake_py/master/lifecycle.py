@@ -170,3 +170,18 @@ def promises() -> str:
                 f"| {each.unseal.value} | {'yes' if each.durable else 'no'} |"
             )
     return "\n".join(rows) + "\n"
+
+
+# Whatever the catalog counts: what the table names, and more.
+COUNTERS = (
+    *(each.counter for each in TABLE if each.counter),
+    "put_keys",
+    "locate_hits",
+    "locate_misses",
+    "grants_reclaimed_bytes",
+    "mounts",
+    "suspects",
+    "segments_lost",
+    "reports_wrong_bytes",
+    "reports_unreached",
+)

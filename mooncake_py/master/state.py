@@ -19,7 +19,7 @@ from mooncake_py.master.eviction import EvictionOrder, Links, Lru, Pool
 from mooncake_py.master.groups import Groups
 from mooncake_py.master.late_unseals import Extent, LateUnseals
 from mooncake_py.master.lease import RestingExtents
-from mooncake_py.master.lifecycle import TABLE, Event, Promise, State, Unseal, end
+from mooncake_py.master.lifecycle import COUNTERS, Event, Promise, State, Unseal, end
 from mooncake_py.master.membership import ALIVE, AWAY, GONE, Leaving, Membership
 from mooncake_py.master.objects import (
     COLD,
@@ -47,18 +47,6 @@ from mooncake_py.master.work import Work
 from mooncake_py.master.worth import Worth
 from mooncake_py.model import EXTENT_ALIGN_BYTES, extent_bytes
 
-_COUNTERS = (
-    *(each.counter for each in TABLE if each.counter),
-    "put_keys",
-    "locate_hits",
-    "locate_misses",
-    "grants_reclaimed_bytes",
-    "mounts",
-    "suspects",
-    "segments_lost",
-    "reports_wrong_bytes",
-    "reports_unreached",
-)
 _POLICIES: dict[str, type[Pool]] = {"lru": Lru, "s3fifo": S3Fifo, "cost": Worth}
 _SET_ASIDE_MS = 1_000  # an object whose end would free nothing useful is looked at again later
 
@@ -84,7 +72,7 @@ class CatalogState:
         self.members = Membership(settings, self.disks)
         self.order = EvictionOrder(self.table)
         self.resting = RestingExtents()
-        self.counters: defaultdict[str, int] = defaultdict(int, dict.fromkeys(_COUNTERS, 0))
+        self.counters: defaultdict[str, int] = defaultdict(int, dict.fromkeys(COUNTERS, 0))
         self.term = 0
         self.next_generation = 1
         self.generation_mark = 1  # generations below may be used: a durable record says so
