@@ -3,8 +3,9 @@
 // every connection comes to its end; the sanitizer builds look at the rest.
 //
 // One input is the bytes of one connection. Inputs are derived from a corpus of whole frames by a
-// seed, for FUZZ_SECONDS (default 5); a failure prints the seed that repeats it. For libFuzzer,
-// compile with -DMC_LIBFUZZER -fsanitize=fuzzer.
+// seed, for FUZZ_SECONDS (default 5); a failure prints the seed that repeats it. `run.sh fuzz` makes it
+// a target of libFuzzer instead (MC_LIBFUZZER), which begins with the same corpus: it is written into
+// the folder FUZZ_CORPUS.
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <string>
 #include <vector>
 
 #include "base/random.h"
@@ -188,6 +190,20 @@ Input mutate(const std::vector<Input>& frames, uint64_t seed) {
 }  // namespace
 
 #ifdef MC_LIBFUZZER
+extern "C" int LLVMFuzzerInitialize(int*, char***) {
+  const char* folder = getenv("FUZZ_CORPUS");
+  uint64_t number = 0;
+  for (const Input& whole : corpus()) {
+    if (folder == nullptr) break;
+    const std::string path = std::string(folder) + "/frame-" + std::to_string(number++);
+    FILE* file = fopen(path.c_str(), "wb");
+    CHECK(file != nullptr);
+    CHECK_EQ(fwrite(whole.data(), 1, whole.size(), file), whole.size());
+    CHECK_EQ(fclose(file), 0);
+  }
+  return 0;
+}
+
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t n) {
   static StubHost host;
   run(host, Input(bytes, bytes + n));

@@ -134,6 +134,17 @@ class Far:
         self.engine.read(self.engine.peer(message.peer_id), slices, timeout_ms=5_000)
         return crc32c(target)
 
+    def do_read_many(self, message: Message, region: int, nbytes: int, times: int) -> int:
+        for _ in range(times):
+            crc = self.do_read_back(message, region, nbytes)
+        return crc
+
+    def do_open_anew(self, _: Message, address: str) -> str:
+        """The transport by which a fresh engine of this process gets to `address`."""
+        transports = tuple(self.engine.options.transports)
+        with TransferEngine(EngineOptions(transports=transports)) as fresh:
+            return fresh.open(address, timeout_ms=5_000).transport
+
     def do_write_to_sender(self, message: Message, region: int, source: int, nbytes: int) -> None:
         """Write from a region of ours into one of whoever sent this, in the background."""
         slices = make_slices(1)

@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
 from transport_far import COMMAND, ECHO, SILENCE, Far, pattern
 from transport_pair import MS, PART, Pair, PairedEngines, slices_for
 
+from mooncake_py._native.memory import address_of, crc32c
 from mooncake_py.errors import (
     AccessRefused,
     MooncakeError,
@@ -22,6 +24,7 @@ from mooncake_py.errors import (
 from mooncake_py.transfer import (
     EngineOptions,
 )
+from mooncake_py.transfer import region as region_module
 
 
 class LifetimeBattery(PairedEngines):
@@ -67,6 +70,89 @@ class LifetimeBattery(PairedEngines):
                 memory[:] = 0xAA
                 assert two.peer.request(ECHO, b"x", timeout_ms=MS) == b"x"
                 assert (memory == 0xAA).all()
+
+    def test_deregistering_does_not_wait_for_a_peer_that_stands_still(
+        self, two: Pair, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It has read the region before, so that it may still be looking. It is cut in time."""
+        if place in ("thread", "hidden"):
+            pytest.skip("only a process that is ours can be stopped")
+        monkeypatch.setattr(region_module, "DEREGISTER_MS", 200)
+        memory = pattern(PART, 5)
+        region = two.near.register(memory, access="read_write")
+        assert two.tell("read_back", region=region.id, nbytes=PART) == crc32c(memory)
+        os.kill(two.process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        region.close()
+        took_s = time.monotonic() - began
+        os.kill(two.process.pid, signal.SIGCONT)
+        assert took_s < 5
+        assert two.near.describe()["regions"] == []
+        again = two.near.open(two.address, timeout_ms=MS)  # the same, or anew when it was cut
+        assert again.request(ECHO, b"on", timeout_ms=MS) == b"on"
+
+    def test_a_busy_interpreter_does_not_hold_up_peers(self, two: Pair) -> None:
+        """Python here has something else to do: reads, writes and first contacts go on."""
+        if two.process is None:
+            pytest.skip("the far side would share the interpreter")
+        memory = pattern(PART, 5)
+        expected, ending = crc32c(memory), threading.Event()
+
+        def compute() -> None:
+            while not ending.is_set():
+                sum(range(1000))
+
+        busy = [threading.Thread(target=compute) for _ in range(2)]
+        with two.near.register(memory, access="read_write") as region:
+            for thread in busy:
+                thread.start()
+            try:
+                assert two.tell("read_many", region=region.id, nbytes=PART, times=50) == expected
+                assert two.tell("open_anew", address=two.near.address) == self.name
+            finally:
+                ending.set()
+                for thread in busy:
+                    thread.join()
+
+    def test_a_write_lands_after_the_cancelled_one_before_it(self, two: Pair) -> None:
+        """Whatever of the first is on its way, on whichever connection, arrives before."""
+        first, second = np.full(24 * PART, 0xAA, np.uint8), pattern(24 * PART, 9)
+        for kind in ("heap", "memfd"):
+            region = two.region(first.size, kind, "read_write")
+            whole = slices_for(region, first, [(0, first.size)])
+            whole["op"] = 2
+            pieces = [(i * PART, PART) for i in reversed(range(24))]
+            again = slices_for(region, second, pieces)
+            again["local"] = address_of(second)[0] + again["remote_offset"]
+            for _ in range(3):
+                batch = two.near.submit(two.peer, whole, timeout_ms=MS)
+                batch.cancel()
+                two.near.write(two.peer, again, timeout_ms=MS)
+                assert two.tell("crc", region=region) == crc32c(second)
+                assert two.peer.request(ECHO, b"x", timeout_ms=MS) == b"x"
+                assert two.tell("crc", region=region) == crc32c(second)
+                batch.close()
+
+    def test_a_cancelled_batch_is_called_off_at_the_peer(self, two: Pair, place: str) -> None:
+        """A peer that stood still when a batch was cancelled does not do it for nobody."""
+        if place in ("thread", "hidden"):
+            pytest.skip("only a process that is ours can be stopped")
+        memory = np.ones(64 * PART, np.uint8)
+        region = two.region(memory.size, "heap", "read_write")
+
+        def bytes_moved() -> int:
+            (peer,) = two.tell("describe")["peers"]
+            return int(peer["bytes_in"] + peer["bytes_out"])
+
+        for op in (1, 2):
+            before = bytes_moved()
+            os.kill(two.process.pid, signal.SIGSTOP)
+            slices = slices_for(region, memory, [(0, memory.size)])
+            slices["op"] = op
+            with two.near.submit(two.peer, slices, timeout_ms=MS) as batch:
+                batch.cancel()
+            os.kill(two.process.pid, signal.SIGCONT)
+            assert bytes_moved() - before < memory.size // 2
 
     # ---- the end of a peer
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,12 +16,14 @@ from pathlib import Path
 import pytest
 from test_attacks_hosts import namespace, needs_root
 
+from mooncake_py.errors import PeerUnreachable
 from mooncake_py.transfer import EngineOptions, TransferEngine
 
 __all__ = ["namespace"]  # the fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 MS = 10_000
+FOUND_S = 100  # a minute, the time for which data may go without an answer, and a busy machine
 SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -89,6 +93,34 @@ def test_a35_equal_addresses_in_two_network_namespaces_are_two_engines(namespace
         for prefix, expected in (([], "shm ours"), (inside, "shm theirs")):
             client = start(prefix, CLIENT, address)
             assert client.communicate("go\n", timeout=60)[0].strip() == expected
+
+
+@needs_root
+@pytest.mark.timeout(2 * FOUND_S)
+@pytest.mark.skipif(float(os.environ.get("SOAK_SECONDS", "0")) < 60, reason="a minute: ./dev soak")
+def test_a43_a_half_open_connection_is_found_and_an_idle_one_survives(namespace: str) -> None:
+    """One peer's cable is pulled; nobody says anything for as long as that takes to be found."""
+    inside = ["ip", "netns", "exec", namespace]
+    idle = TransferEngine(EngineOptions(listen="127.0.0.1:0", transports=("tcp",)))
+    with (
+        served(inside, "10.213.7.2:0", "far") as address,
+        idle,
+        TransferEngine(EngineOptions(transports=("tcp",))) as here,
+    ):
+        idle.on_message(lambda message: message.reply(b"idle"))
+        lives, cut = (here.open(one, timeout_ms=MS) for one in (idle.address, address))
+        assert cut.request(1, b"", timeout_ms=MS) == b"far"
+        links = subprocess.run([*inside, "ip", "-o", "-4", "addr"], capture_output=True, text=True,
+                               check=True).stdout  # fmt: skip
+        (link,) = (line.split()[1] for line in links.splitlines() if "10.213.7.2" in line)
+        subprocess.run([*inside, "ip", "link", "set", link, "down"], check=True)
+        end, pause = time.monotonic() + FOUND_S, threading.Event()
+        while len(here.describe()["peers"]) > 1:
+            assert time.monotonic() < end, "the half-open connection was not found"
+            pause.wait(0.1)
+        with pytest.raises(PeerUnreachable):
+            cut.request(1, b"", timeout_ms=MS)
+        assert lives.request(1, b"", timeout_ms=MS) == b"idle"
 
 
 def test_a35_equal_process_ids_in_two_pid_namespaces_are_two_processes() -> None:

@@ -21,6 +21,7 @@ namespace {
 constexpr int kBacklog = 1024;           // first contacts that arrive in one burst
 constexpr int kUserTimeoutMs = 60'000;   // data without an answer: the peer's host is gone, or
                                          // its program takes nothing any more
+// Probes say that an idle peer is gone after as long: Linux has the user timeout replace their number.
 constexpr int kKeepaliveIdleS = 10, kKeepaliveEveryS = 3, kKeepaliveProbes = 3;
 
 void set(int fd, int level, int option, int value) {

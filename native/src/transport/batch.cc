@@ -11,7 +11,13 @@
 namespace mc {
 
 Batch::Batch(mc_slice* slices, uint64_t n, uint64_t timeout_ms)
-    : slices_(slices), n_(n), timeout_ms_(timeout_ms), progress_(n), open_(n) {
+    : slices_(slices),
+      n_(n),
+      timeout_ms_(timeout_ms),
+      writes_(std::any_of(slices, slices + n,
+                          [](const mc_slice& one) { return one.op == MC_OP_WRITE; })),
+      progress_(n),
+      open_(n) {
   if (n == 0) done_.set();
 }
 

@@ -53,6 +53,7 @@ class Batch {
   uint64_t count() const { return n_; }
   const mc_slice& slice(uint64_t i) const { return slices_[i]; }  // not after finish()
   Deadline deadline() const;
+  bool writes() const { return writes_; }  // into the peer's memory, among other things
 
   enum class Next { kPart, kFence, kEnd };
   // kFence: nothing may be handed out until a part_done() came. One caller at a time.
@@ -100,6 +101,7 @@ class Batch {
   mc_slice* const slices_;
   const uint64_t n_;
   const uint64_t timeout_ms_;
+  const bool writes_;
   mutable std::atomic<int64_t> deadline_ns_{0};  // 0: nobody has asked
   std::atomic<bool> stopped_{false};
   Event done_;

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "base/status.h"
+#include "transport/raw.h"
 
 namespace mc {
 namespace {
@@ -63,6 +64,16 @@ void Region::slice(uint64_t offset, uint64_t length, std::vector<iovec>* out) co
     offset += n;
     length -= n;
   }
+}
+
+int32_t Region::crc(const std::vector<iovec>& pieces, uint64_t nbytes, uint32_t* crc) const {
+  for (const iovec& piece : pieces) {
+    const uint64_t n = std::min<uint64_t>(nbytes, piece.iov_len);
+    if (!is_raw()) *crc = mc_crc32c(piece.iov_base, n, *crc);
+    else if (!crc_raw(reinterpret_cast<uint64_t>(piece.iov_base), n, crc)) return MC_E_ACCESS;
+    nbytes -= n;
+  }
+  return MC_OK;
 }
 
 bool Region::pin() {

@@ -38,6 +38,7 @@ class Region {
   uint32_t id() const { return id_; }
   uint64_t nbytes() const { return nbytes_; }
   uint32_t access() const { return access_; }
+  bool is_raw() const { return (access_ & MC_ACCESS_RAW) != 0; }  // see raw.h
   int fd() const { return fd_.get(); }  // memfd a peer may map, or -1
   const std::vector<mc_piece>& pieces() const { return pieces_; }
 
@@ -46,6 +47,8 @@ class Region {
   bool allows(uint32_t access, uint64_t offset, uint64_t length) const;
   // The memory of a range that allows() accepted, in order, appended to *out.
   void slice(uint64_t offset, uint64_t length, std::vector<iovec>* out) const;
+  // Continue *crc with the first `nbytes` of these pieces of ours. MC_E_ACCESS: raw, and gone.
+  int32_t crc(const std::vector<iovec>& pieces, uint64_t nbytes, uint32_t* crc) const;
 
   bool pin();
   void unpin();

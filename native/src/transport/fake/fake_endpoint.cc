@@ -69,7 +69,7 @@ bool FakeEndpoint::passes(const Part& part) {
 void FakeEndpoint::issue_write(Connection& lane, const std::shared_ptr<Batch>& batch,
                                const Part& part, uint64_t tag) {
   const Fate fate = throw_dice();
-  if (fate.lost) return;
+  if (fate.lost) return lane.parts().not_sent(tag);
   if (!fate.corrupt || part.length == 0) return StreamEndpoint::issue_write(lane, batch, part, tag);
   std::vector<uint8_t> wrong(part.length);
   memcpy(wrong.data(), reinterpret_cast<const void*>(part.local), part.length);

@@ -8,6 +8,7 @@
 
 #include "base/crc.h"
 #include "transport/copy.h"
+#include "transport/raw.h"
 
 namespace mc {
 namespace {
@@ -95,7 +96,10 @@ int32_t LocalEndpoint::move(const Part& part, uint32_t* out_crc) {
   for (const iovec& piece : pieces) {
     const auto remote = reinterpret_cast<uint64_t>(piece.iov_base);
     const uint64_t to = reading ? local : remote, from = reading ? remote : local;
-    if (part.crc) {
+    if (pin->is_raw()) {
+      if (!copy_raw(to, from, piece.iov_len)) return fail(MC_E_ACCESS, "%s", kRefused);
+      if (part.crc) crc = mc_crc32c(reinterpret_cast<const void*>(local), piece.iov_len, crc);
+    } else if (part.crc) {
       crc = crc32c_concat(crc, mc_copy_crc32c(to, from, piece.iov_len), piece.iov_len);
     } else {
       copy_bytes(to, from, piece.iov_len);

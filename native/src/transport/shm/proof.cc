@@ -13,6 +13,14 @@
 #include "base/status.h"
 
 namespace mc {
+namespace {
+
+// As ptrace(2) has them.
+constexpr const char* kPermissionRules =
+    "; the kernel permits it to the same user, unless kernel.yama.ptrace_scope is above 0, and to "
+    "CAP_SYS_PTRACE";
+
+}  // namespace
 
 int32_t Proof::make() {
   token_ = random_token();
@@ -69,7 +77,9 @@ void tie(int socket, const Token& token, uint64_t token_address, ShmTies* out) {
   iovec there{reinterpret_cast<void*>(token_address), seen.size()};
   const ssize_t n = process_vm_readv(out->pid, &here, 1, &there, 1, 0);
   if (n != static_cast<ssize_t>(seen.size())) {
-    out->why_not = "process_vm_readv: " + errno_text(errno);
+    const int error = errno;
+    out->why_not = "process_vm_readv: " + errno_text(error);
+    if (error == EPERM) out->why_not += kPermissionRules;
   } else if (seen != token) {
     out->why_not = "process_vm_readv reached another process";
   } else {

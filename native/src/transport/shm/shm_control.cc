@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "transport/shm/guarded_copy.h"
 #include "transport/shm/shm_endpoint.h"
@@ -26,20 +27,50 @@ bool ShmEndpoint::pull_on_progress(Connection& from, const FrameHead& head, cons
     total += entry.length;
   }
   from.add_work(entries.size());
+  if (total <= kInlineMax) {
+    pull_all(from, entries);
+    return true;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    for (const PullEntry& entry : entries) pulling_[entry.tag] = false;
+  }
   const auto self = std::static_pointer_cast<ShmEndpoint>(shared_from_this());
-  auto job = [self, lane = from.shared_from_this(), entries = std::move(entries)] {
-    for (const PullEntry& entry : entries) {
-      FrameHead done;
-      self->pull(entry, &done);
-      lane->out().queue(done);
-      if (entry.length >= kPieceMax) lane->flush();
+  host().executor().run([self, lane = from.shared_from_this(), entries = std::move(entries)] {
+    try {
+      self->pull_all(*lane, entries);
+    } catch (const std::bad_alloc&) {  // what is not answered would be waited for
+      self->close({MC_E_PEER_UNREACHABLE, "out of memory"});
     }
-    lane->flush();
-    lane->finish_work(entries.size());
-  };
-  if (total <= kInlineMax) job();
-  else host().executor().run(std::move(job));
+    const std::lock_guard lock(self->mutex_);
+    for (const PullEntry& entry : entries) self->pulling_.erase(entry.tag);
+  });
   return true;
+}
+
+void ShmEndpoint::pull_all(Connection& lane, const std::vector<PullEntry>& entries) {
+  for (const PullEntry& entry : entries) {
+    FrameHead done;
+    pull(entry, &done);
+    lane.out().queue(done);
+    if (entry.length >= kPieceMax) lane.flush();
+  }
+  lane.flush();
+  lane.finish_work(entries.size());
+}
+
+// What nobody waits for is not fetched. It is answered all the same: then it lands no more.
+void ShmEndpoint::called_off_on_progress(std::span<const uint64_t> tags) {
+  const std::lock_guard lock(mutex_);
+  for (const uint64_t tag : tags) {
+    if (const auto found = pulling_.find(tag); found != pulling_.end()) found->second = true;
+  }
+}
+
+bool ShmEndpoint::is_called_off(uint64_t tag) {
+  const std::lock_guard lock(mutex_);
+  const auto found = pulling_.find(tag);
+  return found != pulling_.end() && found->second;
 }
 
 void ShmEndpoint::pull(const PullEntry& entry, FrameHead* done) {
@@ -54,6 +85,10 @@ void ShmEndpoint::pull(const PullEntry& entry, FrameHead* done) {
   }
   for (uint64_t at = 0; status == MC_OK && at < entry.length; at += kPieceMax) {
     const uint64_t n = std::min(entry.length - at, kPieceMax);
+    if (is_called_off(entry.tag)) {
+      status = MC_E_CANCELLED;
+      break;
+    }
     const Pin pin(region);
     if (!pin || !process_lives()) {
       status = MC_E_ACCESS;
@@ -67,9 +102,7 @@ void ShmEndpoint::pull(const PullEntry& entry, FrameHead* done) {
       source += piece.iov_len;
     }
     status = read_memory(here, there);
-    for (const iovec& piece : here) {
-      if (status == MC_OK && (entry.flags & kWriteCrc) != 0) crc = mc_crc32c(piece.iov_base, piece.iov_len, crc);
-    }
+    if (status == MC_OK && (entry.flags & kWriteCrc) != 0) status = region->crc(here, n, &crc);
     if (status == MC_OK) pulled_in_ += n;
   }
   done->a = static_cast<uint32_t>(status);

@@ -117,7 +117,8 @@ bool ShmEndpoint::gather_regions(const Batch& batch, bool blocking, Regions* out
 
 void ShmEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
   Regions regions;
-  if (is_closed() || !gather_regions(*batch, blocking, &regions)) {
+  const bool held = batch->writes() && has_late_writes();
+  if (is_closed() || held || !gather_regions(*batch, blocking, &regions)) {
     return StreamEndpoint::submit(batch, blocking);
   }
   uint64_t total = 0;

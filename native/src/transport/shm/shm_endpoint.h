@@ -42,6 +42,7 @@ class ShmEndpoint final : public StreamEndpoint {
   void issue_write(Connection& lane, const std::shared_ptr<Batch>& batch, const Part& part,
                    uint64_t tag) override;
   void issued(Connection& lane) override;
+  void called_off_on_progress(std::span<const uint64_t> tags) override;
   void closed(const Failure& why) override;
 
  private:
@@ -80,6 +81,8 @@ class ShmEndpoint final : public StreamEndpoint {
   void let_go_on_progress(Connection& from, uint32_t id);
   bool pull_on_progress(Connection& from, const FrameHead& head, const uint8_t* bytes);
   void pull(const PullEntry& entry, FrameHead* done);
+  void pull_all(Connection& lane, const std::vector<PullEntry>& entries);
+  bool is_called_off(uint64_t tag);
 
   ShmTies ties_;
   const std::shared_ptr<PeerProcess> process_;  // null: not visible
@@ -94,6 +97,7 @@ class ShmEndpoint final : public StreamEndpoint {
   uint64_t next_query_ = 1;
   std::set<uint32_t> told_;                               // regions of ours the peer may look at
   std::map<uint32_t, std::shared_ptr<Event>> forgetting_;
+  std::map<uint64_t, bool> pulling_;  // by tag, those that the executor has; true: called off
   std::atomic<uint64_t> direct_in_{0}, direct_out_{0}, pulled_in_{0};
 };
 

@@ -9,9 +9,16 @@
 #include <cstring>
 #include <new>
 
+#include "transport/raw.h"
 #include "transport/stream/stream_endpoint.h"
 
 namespace mc {
+namespace {
+
+// Bodies up to here may come out of the receive buffer; larger ones go where they belong at once.
+constexpr uint64_t kBounceMax = 128 << 10;
+
+}  // namespace
 
 Connection::Connection(Fd fd, bool passes_fds, StreamEndpoint& owner, Host& host,
                        const StreamLimits& limits, uint64_t credit)
@@ -260,14 +267,29 @@ ssize_t Connection::place_write_on_progress(const FrameHead& head, uint64_t done
   }
   std::vector<iovec> pieces;
   pin->slice(head.c + done, n, &pieces);
-  const ssize_t filled = fill(pieces.data(), pieces.size());
-  if ((head.b & kWriteCrc) != 0) {
-    auto left = static_cast<uint64_t>(std::max<ssize_t>(filled, 0));
-    for (const iovec& piece : pieces) {
-      const uint64_t part = std::min<uint64_t>(left, piece.iov_len);
-      crc_ = mc_crc32c(piece.iov_base, part, crc_);
-      left -= part;
+  const ssize_t filled =
+      pin->is_raw() && n <= kBounceMax ? bounce(pieces, n, fill) : fill(pieces.data(), pieces.size());
+  const auto there = static_cast<uint64_t>(std::max<ssize_t>(filled, 0));
+  if (body_status_ == MC_OK && (head.b & kWriteCrc) != 0) {
+    body_status_ = pin->crc(pieces, there, &crc_);
+  }
+  return filled;
+}
+
+// What is copied out of a buffer, and not by the kernel, must not run into a hole.
+ssize_t Connection::bounce(const std::vector<iovec>& pieces, uint64_t n, const Fill& fill) {
+  std::vector<uint8_t> bytes(n);
+  const iovec all{bytes.data(), n};
+  const ssize_t filled = fill(&all, 1);
+  auto left = static_cast<uint64_t>(std::max<ssize_t>(filled, 0));
+  auto from = reinterpret_cast<uint64_t>(bytes.data());
+  for (const iovec& piece : pieces) {
+    const uint64_t part = std::min<uint64_t>(left, piece.iov_len);
+    if (!copy_raw(reinterpret_cast<uint64_t>(piece.iov_base), from, part)) {
+      body_status_ = MC_E_ACCESS;
     }
+    from += part;
+    left -= part;
   }
   return filled;
 }
@@ -331,6 +353,7 @@ bool Connection::cancel_on_progress(const FrameHead& head, const uint8_t* bytes)
   std::vector<uint64_t> tags(head.a);
   memcpy(tags.data(), bytes, head.nbytes);
   out_.drop_answers(tags);
+  owner_raw_->called_off_on_progress(tags);
   return true;
 }
 

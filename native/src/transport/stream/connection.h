@@ -76,6 +76,7 @@ class Connection final : public Source,
                                  const Fill& fill);
   ssize_t place_write_on_progress(const FrameHead& head, uint64_t done, uint64_t n,
                                   const Fill& fill);
+  ssize_t bounce(const std::vector<iovec>& pieces, uint64_t n, const Fill& fill);
   void end_data_on_progress(const FrameHead& head);
   void end_write_on_progress(const FrameHead& head);
   bool answer_reads_on_progress(const FrameHead& head, const uint8_t* bytes);

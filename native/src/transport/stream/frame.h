@@ -32,8 +32,9 @@
 //
 // credit: messages are sent while those on their way, or received and not yet taken by the
 // program, sum up to less than the receiver's window (told in its Hello; each counts message_cost).
-// credit says how many bytes were taken. Nothing else ever waits for that. cancel: the parts with
-// these tags need not be answered any more.
+// credit says how many bytes were taken. Nothing else ever waits for that. cancel: nobody
+// waits for the parts with these tags. Those to be read need not be answered; those to be pulled need
+// not be fetched, but are answered, so that the writer knows from when on they cannot land any more.
 #pragma once
 
 #include <cstdint>

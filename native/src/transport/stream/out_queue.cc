@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "base/status.h"
+#include "transport/raw.h"
 
 namespace mc {
 namespace {
@@ -84,7 +85,10 @@ bool OutQueue::own_rest_locked(Frame& frame) {
   if (!copy) return false;
   uint8_t* at = copy.get();
   for (size_t i = frame.next; i < frame.body.size(); ++i) {
-    memcpy(at, frame.body[i].iov_base, frame.body[i].iov_len);
+    const iovec& piece = frame.body[i];
+    if (!frame.region || !frame.region->is_raw()) memcpy(at, piece.iov_base, piece.iov_len);
+    else if (!copy_raw(reinterpret_cast<uint64_t>(at), reinterpret_cast<uint64_t>(piece.iov_base),
+                       piece.iov_len)) return false;
     at += frame.body[i].iov_len;
   }
   frame.body.assign(n > 0 ? 1 : 0, iovec{copy.get(), n});
@@ -123,13 +127,14 @@ void OutQueue::answer(const FrameHead& head, const std::shared_ptr<Region>& regi
   if (!region->alive()) refuse(frame);  // after forget_region() looked
 }
 
-void OutQueue::push(const FrameHead& head, const std::shared_ptr<Batch>& batch, uint64_t local) {
+bool OutQueue::push(const FrameHead& head, const std::shared_ptr<Batch>& batch, uint64_t local) {
   const std::lock_guard lock(mutex_);
-  if (closed_ || batch->stopped()) return;
+  if (closed_ || batch->stopped()) return false;
   Frame& frame = data_.emplace_back();
   frame.head = head;
   if (head.nbytes > 0) frame.body.push_back({reinterpret_cast<void*>(local), head.nbytes});
   frame.batch = batch;
+  return true;
 }
 
 void OutQueue::refuse(Frame& frame) {
@@ -268,12 +273,21 @@ void OutQueue::drop_answers(std::span<const uint64_t> tags) {
   });
 }
 
-void OutQueue::forget_batch(const Batch& batch) {
+std::vector<uint64_t> OutQueue::forget_batch(const Batch& batch) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(data_, [&](const Frame& frame) { return frame.batch.get() == &batch; });
+  std::vector<uint64_t> unsent;
+  std::erase_if(data_, [&](const Frame& frame) {
+    if (frame.batch.get() != &batch) return false;
+    unsent.push_back(frame.head.tag);
+    return true;
+  });
   for (Frame& frame : sending_) {
-    if (frame.batch.get() == &batch && !own_rest_locked(frame)) return give_up_locked();
+    if (frame.batch.get() == &batch && !own_rest_locked(frame)) {
+      give_up_locked();
+      break;
+    }
   }
+  return unsent;
 }
 
 void OutQueue::close() {

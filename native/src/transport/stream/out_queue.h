@@ -52,7 +52,8 @@ class OutQueue {
   // A data frame whose body is `region`'s range (an answer) ...
   void answer(const FrameHead& head, const std::shared_ptr<Region>& region, uint64_t offset);
   // ... or local memory of a batch.
-  void push(const FrameHead& head, const std::shared_ptr<Batch>& batch, uint64_t local);
+  // False: it is not sent, as the batch was stopped or the connection closed.
+  bool push(const FrameHead& head, const std::shared_ptr<Batch>& batch, uint64_t local);
   Pumped pump();
   // The peer took messages of this size: as much may be on its way again.
   Pumped grant(uint64_t nbytes);
@@ -60,7 +61,7 @@ class OutQueue {
   // Answers that nobody waits for any more; those not begun are dropped.
   void drop_answers(std::span<const uint64_t> tags);
   void forget_region(const Region& region);
-  void forget_batch(const Batch& batch);
+  std::vector<uint64_t> forget_batch(const Batch& batch);  // tags of what will not be sent
   void close();  // wakes senders; nothing is sent any more
 
   bool full() const { return full_; }      // the socket took no more: pump() when it does
@@ -92,7 +93,7 @@ class OutQueue {
   Frames* next_locked();
   ssize_t write_some_locked();
   void sent_locked(uint64_t nbytes);
-  bool own_rest_locked(Frame& frame);  // false: no memory for it
+  bool own_rest_locked(Frame& frame);  // false: no memory for it, or it is gone
   void give_up_locked();
   static void refuse(Frame& frame);
 

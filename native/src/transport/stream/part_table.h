@@ -3,7 +3,12 @@
 // Its mutex is also what makes cancelling strict: whoever writes answers into local memory holds
 // it while writing (one copy or one read that does not block), so that after forget() returned
 // nobody writes for that batch.
+//
+// A write that was forgotten after its bytes, or the request to fetch them, had left stays here as a
+// late one until the peer has answered it: till then it may still change the peer's memory.
 #pragma once
+
+#include <atomic>
 
 #include <memory>
 #include <mutex>
@@ -20,6 +25,8 @@ class PartTable {
     std::shared_ptr<Batch> batch;  // null: free
     Part part;
     uint32_t generation = 0;
+    bool unsent = false;  // nothing left for it, and nothing will
+    bool late = false;
   };
 
   // 0 when the batch was stopped or the table is closed.
@@ -37,8 +44,8 @@ class PartTable {
     Entry& entry = entries_[index];
     entry.batch = batch;
     entry.part = part;
+    entry.unsent = false;
     ++entry.generation;
-    ++used_;
     return uint64_t{entry.generation} << 32 | index;
   }
 
@@ -52,16 +59,29 @@ class PartTable {
     return true;
   }
 
-  // Take it out. False: no such part.
+  // Take it out. False: nobody waits for such a part (any more).
   bool take(uint64_t tag, std::shared_ptr<Batch>* out_batch, Part* out_part) {
     const std::lock_guard lock(mutex_);
     Entry* entry = find_locked(tag);
-    if (entry == nullptr) return false;
+    if (entry == nullptr) {
+      end_late_locked(tag);
+      return false;
+    }
     *out_batch = std::move(entry->batch);
     *out_part = entry->part;
     release_locked(static_cast<uint32_t>(tag));
     return true;
   }
+
+  // Nothing was sent for this part, or what was is taken back.
+  void not_sent(uint64_t tag) {
+    const std::lock_guard lock(mutex_);
+    if (Entry* entry = find_locked(tag); entry != nullptr) entry->unsent = true;
+    else end_late_locked(tag);
+  }
+
+  // Writes that may still land though nobody waits for them.
+  uint64_t late() const { return late_; }
 
   // Take out all of the batch's parts; the tags they had.
   std::vector<uint64_t> forget(const Batch& batch) {
@@ -70,7 +90,14 @@ class PartTable {
     for (uint32_t i = 0; i < entries_.size(); ++i) {
       if (entries_[i].batch.get() != &batch) continue;
       tags.push_back(uint64_t{entries_[i].generation} << 32 | i);
-      release_locked(i);
+      Entry& entry = entries_[i];
+      if (entry.part.op != MC_OP_WRITE || entry.unsent) {
+        release_locked(i);
+      } else {
+        entry.batch.reset();
+        entry.late = true;
+        ++late_;
+      }
     }
     return tags;
   }
@@ -82,7 +109,7 @@ class PartTable {
     closed_ = true;
     left.swap(entries_);
     free_.clear();
-    used_ = 0;
+    late_ = 0;
     return left;
   }
 
@@ -96,13 +123,21 @@ class PartTable {
   void release_locked(uint32_t index) {
     entries_[index].batch.reset();
     free_.push_back(index);
-    --used_;
+  }
+  void end_late_locked(uint64_t tag) {
+    const uint64_t index = tag & UINT32_MAX;
+    if (index >= entries_.size()) return;
+    Entry& entry = entries_[index];
+    if (!entry.late || entry.generation != tag >> 32) return;
+    entry.late = false;
+    --late_;
+    release_locked(static_cast<uint32_t>(index));
   }
 
   std::mutex mutex_;
   std::vector<Entry> entries_;
   std::vector<uint32_t> free_;
-  uint64_t used_ = 0;
+  std::atomic<uint64_t> late_{0};
   bool closed_ = false;
 };
 

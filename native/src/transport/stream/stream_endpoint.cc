@@ -86,13 +86,23 @@ void StreamEndpoint::submit(const std::shared_ptr<Batch>& batch, bool /*blocking
   issue();
 }
 
+bool StreamEndpoint::any_late(const Lanes& lanes) {
+  return std::any_of(lanes.begin(), lanes.end(),
+                     [](const auto& lane) { return lane->parts().late() > 0; });
+}
+
+bool StreamEndpoint::has_late_writes() const { return any_late(lanes()); }
+
 void StreamEndpoint::issue() {
   if (waiting_count_ == 0) return;
   const std::lock_guard lock(issue_mutex_);
   const Lanes lanes = this->lanes();
   std::vector<std::vector<ReadEntry>> reads(lanes.size());
+  const bool held = any_late(lanes);
   for (auto it = waiting_.begin(); it != waiting_.end() && in_flight_ < kWindow;) {
-    if (issue_batch(*it, lanes, &reads)) {
+    if (held && (*it)->writes()) {
+      ++it;
+    } else if (issue_batch(*it, lanes, &reads)) {
       it = waiting_.erase(it);
       --waiting_count_;
     } else {
@@ -149,7 +159,7 @@ bool StreamEndpoint::issue_part(const std::shared_ptr<Batch>& batch, const Part&
     return false;
   }
   if (part.op == MC_OP_WRITE) {
-    by->out().push(write_head(part, tag), batch, part.local);
+    if (!by->out().push(write_head(part, tag), batch, part.local)) by->parts().not_sent(tag);
     by->flush();
     return true;
   }
@@ -176,7 +186,7 @@ FrameHead StreamEndpoint::write_head(const Part& part, uint64_t tag) {
 
 void StreamEndpoint::issue_write(Connection& lane, const std::shared_ptr<Batch>& batch,
                                  const Part& part, uint64_t tag) {
-  lane.out().push(write_head(part, tag), batch, part.local);
+  if (!lane.out().push(write_head(part, tag), batch, part.local)) lane.parts().not_sent(tag);
 }
 
 void StreamEndpoint::issued(Connection& lane) {
@@ -216,7 +226,9 @@ void StreamEndpoint::cancel(const std::shared_ptr<Batch>& batch, int32_t status,
   for (const auto& lane : lanes()) {
     const std::vector<uint64_t> tags = lane->parts().forget(*batch);
     in_flight_ -= tags.size();
-    lane->write([&](OutQueue& out) { return out.forget_batch(*batch); });
+    const std::vector<uint64_t> unsent =
+        lane->write([&](OutQueue& out) { return out.forget_batch(*batch); });
+    for (const uint64_t tag : unsent) lane->parts().not_sent(tag);
     call_off(*lane, tags);
   }
   batch->finish(status, reason);

@@ -1,5 +1,8 @@
 // A peer reached over framed connections: messages, reads and writes on one or more lanes.
 //
+// A write that was cancelled may have bytes on their way. Batches that write wait until the peer has
+// answered those (PartTable::late), so that what is written later lands later, whichever lane it takes.
+//
 // Lane 0 carries messages and small parts, in order; parts of kStripeMin and more take turns over
 // all lanes. Any broken lane is the end of the endpoint: the peer is opened anew.
 //
@@ -47,6 +50,8 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   virtual void issue();
   virtual void part_over(const std::shared_ptr<Batch>& batch, const Part& part, int32_t status,
                          uint32_t crc);
+  // The peer waits no more for the parts with these tags, which it asked us to fetch.
+  virtual void called_off_on_progress(std::span<const uint64_t>) {}
   // A frame that only some stream transports know. False: against the protocol.
   virtual bool other_frame_on_progress(Connection& from, const FrameHead& head,
                                        const uint8_t* bytes);
@@ -64,6 +69,9 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   virtual void issued(Connection& lane);  // everything of this round was handed to issue_write
   virtual void closed(const Failure& why);
 
+  // Whether cancelled writes may still land.
+  bool has_late_writes() const;
+
   std::shared_ptr<Connection> lane(size_t i) const;
   bool is_closed() const { return closed_; }
   Failure why_closed() const;
@@ -73,6 +81,7 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   using Lanes = std::vector<std::shared_ptr<Connection>>;
   Lanes lanes() const;
   void end_all(const Lanes& closing, const Failure& why);
+  static bool any_late(const Lanes& lanes);
   bool issue_batch(const std::shared_ptr<Batch>& batch, const Lanes& lanes,
                    std::vector<std::vector<ReadEntry>>* reads);
   static void call_off(Connection& lane, std::span<const uint64_t> tags);
