@@ -89,7 +89,7 @@ void run(StubHost& host, const Input& input) {
   std::vector<uint8_t> target(4096);
   mc_slice slice{MC_OP_READ, 1, 0, reinterpret_cast<uint64_t>(target.data()), target.size(),
                  MC_SLICE_CRC, 0, 0, 0};
-  const auto batch = std::make_shared<mc::Batch>(&slice, 1, mc::Deadline::in_ms(kEndMs));
+  const auto batch = std::make_shared<mc::Batch>(&slice, 1, kEndMs);
   endpoint->submit(batch, false);  // so that data frames can have an addressee
   char sink[4096];
   for (size_t at = 0; at < input.size();) {
