@@ -21,3 +21,14 @@ def test_native_programs_pass_under(mode: str) -> None:
         [RUN, mode], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+
+
+@pytest.mark.timeout(TIMEOUT_S + 10)
+def test_a34_the_frame_decoder_withstands_libfuzzer() -> None:
+    """Beside the mutations of `native/test/test_frames.cc`, which need no clang."""
+    if not any(map(shutil.which, ("clang++", "clang++-14", "clang++-15"))):
+        pytest.skip("no clang++, which has libFuzzer")
+    ended = subprocess.run(
+        [RUN, "fuzz"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
