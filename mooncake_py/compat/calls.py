@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mooncake_py.compat import codes
 from mooncake_py.compat.host_memory import descriptor_at
 from mooncake_py.compat.replicas import groups_of, policy_of
-from mooncake_py.errors import MooncakeError, ObjectExists, ObjectNotFound, UsageError
+from mooncake_py.errors import MooncakeError, ObjectExists, UsageError
 from mooncake_py.store.client import StoreClient
 from mooncake_py.store.node_process import Node
 from mooncake_py.store.raw_memory import RawMemory, is_mapped, raw_view
@@ -87,8 +87,12 @@ class StoreCalls:
         except UsageError:
             return None
 
-    def _put_all(self, keys: Sequence[str], values: Sequence[Any], config: Any) -> list[int]:
-        """None among the values stands for one that cannot be right; nor can an empty one."""
+    def _put_all(
+        self, keys: Sequence[str], values: Sequence[Any], config: Any, *, upsert: bool = False
+    ) -> list[int]:
+        """None among the values stands for one that cannot be right; nor can an empty one. A key
+        that exists is a success, and without `upsert` keeps what it has; with it there is another
+        writer who is just storing, and that is said."""
         out = [codes.INVALID_PARAMS] * len(keys)
         good = [
             i
@@ -103,45 +107,19 @@ class StoreCalls:
                 [values[i] for i in good],
                 policy=policy_of(config),
                 groups=[groups[i] for i in good] if groups else (),
+                upsert=upsert,
                 timeout_ms=PUT_MS,
             )
             return [
-                codes.OK if done is None or isinstance(done, ObjectExists) else codes.code_of(done)
+                codes.OK
+                if done is None or (isinstance(done, ObjectExists) and not upsert)
+                else codes.code_of(done)
                 for done in outcomes
             ]
 
         for i, code in zip(good, self._codes(put, len(good)), strict=True):
             out[i] = code
         return out
-
-    def _replace(self, keys: Sequence[str], values: Sequence[Any], config: Any) -> list[int]:
-        """A value that cannot be right leaves what its key holds."""
-        out = [codes.INVALID_PARAMS] * len(keys)
-        good = [
-            i
-            for i, (key, value) in enumerate(zip(keys, values, strict=True))
-            if key and value is not None and nbytes_of(value)
-        ]
-        chosen = [keys[i] for i in good]
-        refused = self._make_room(chosen)
-        stored = self._put_all(chosen, [values[i] for i in good], config)
-        for i, no, code in zip(good, refused, stored, strict=True):
-            out[i] = no or code
-        return out
-
-    def _make_room(self, keys: Sequence[str]) -> list[int]:
-        """Remove what these keys hold. 0, or the code of what could not be removed."""
-
-        def remove(client: StoreClient) -> list[int]:
-            outcomes: Any = client.remove(list(keys), force=True)
-            return [
-                codes.OK
-                if done is None or isinstance(done, ObjectNotFound)
-                else codes.code_of(done)
-                for done in outcomes
-            ]
-
-        return self._codes(remove, len(keys))
 
     # --- codes instead of exceptions ---
 

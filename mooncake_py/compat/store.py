@@ -213,17 +213,18 @@ class MooncakeDistributedStore(SessionCalls, TensorCalls):
         )[0]
 
     def upsert(self, key: str, value: Any, config: Any = None) -> int:
-        """Replace; for a moment there is no object."""
-        return self._replace([key], [value], config)[0]
+        """Replace; the former object is read until the new one is complete."""
+        return self._put_all([key], [value], config, upsert=True)[0]
 
     def upsert_parts(self, key: str, *parts: Any, config: Any = None) -> int:
-        return self._replace([key], [list(parts)], config)[0]
+        return self._put_all([key], [list(parts)], config, upsert=True)[0]
 
     def upsert_batch(self, keys: Sequence[str], values: Sequence[Any], config: Any = None) -> int:
         """One code for all: the first that is not a success."""
         if len(keys) != len(values):
             return codes.INVALID_PARAMS
-        return next((code for code in self._replace(keys, values, config) if code), codes.OK)
+        stored = self._put_all(keys, values, config, upsert=True)
+        return next((code for code in stored if code), codes.OK)
 
     def upsert_from(self, key: str, buffer_ptr: int, size: int, config: Any = None) -> int:
         return self.batch_upsert_from([key], [buffer_ptr], [size], config)[0]
@@ -238,7 +239,7 @@ class MooncakeDistributedStore(SessionCalls, TensorCalls):
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [codes.INVALID_PARAMS] * len(keys)
         values = [self._pieces([ptr], [size]) for ptr, size in zip(buffer_ptrs, sizes, strict=True)]
-        return self._replace(keys, values, config)
+        return self._put_all(keys, values, config, upsert=True)
 
     # --- reading ---
 

@@ -123,10 +123,10 @@ class TensorCalls(StoreCalls):
     def batch_upsert_pub_tensor(
         self, keys: Sequence[str], tensors_list: Sequence[Any], config: Any = None
     ) -> list[int]:
-        """Replace; for a moment there is no object."""
+        """Replace; the former object is read until the new one is complete."""
         if len(keys) != len(tensors_list):
             return [codes.INVALID_PARAMS] * len(keys)
-        return self._replace(keys, _values(tensors_list), config)
+        return self._put_all(keys, _values(tensors_list), config, upsert=True)
 
     # --- getting ---
 

@@ -62,10 +62,11 @@ class AsyncStoreClient:
         value: Any,
         *,
         policy: ReplicaPolicy = ReplicaPolicy(),
+        upsert: bool = False,
         timeout_ms: int | None = None,
     ) -> None:
-        runner = partial(self._store.put_batch, policy=policy, timeout_ms=timeout_ms)
-        await self._join(("put", policy, timeout_ms), runner, key, value)
+        runner = partial(self._store.put_batch, policy=policy, upsert=upsert, timeout_ms=timeout_ms)
+        await self._join(("put", policy, upsert, timeout_ms), runner, key, value)
 
     async def exists(self, key: str, *, timeout_ms: int | None = None) -> bool:
         def runner(keys: list[str], _: list[Any]) -> Sequence[Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias, overload
+from typing import Any, overload
 
 from mooncake_py import errors
 from mooncake_py.clock import Clock, Deadline, SystemClock
@@ -35,6 +35,7 @@ from mooncake_py.store.calls import CallGate
 from mooncake_py.store.explain import Explanation, explain
 from mooncake_py.store.get import BatchReader
 from mooncake_py.store.host import host_id
+from mooncake_py.store.outcomes import GetOutcome, PutOutcome, get_error, put_error
 from mooncake_py.store.put import BatchWriter, PutJob
 from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.reservations import ReservationPool
@@ -44,9 +45,6 @@ from mooncake_py.store.stripes import is_striped
 from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
 from mooncake_py.store.views import ObjectView, ViewTaker
 from mooncake_py.transfer import TransferEngine, options_for
-
-PutOutcome: TypeAlias = MooncakeError | None
-GetOutcome: TypeAlias = bytes | int | MooncakeError
 
 _RETRY_FIRST_MS = 5  # eviction on the master takes about a tick; doubled up to the limit
 _RETRY_LAST_MS = 200
@@ -59,9 +57,6 @@ _PUT_AGAIN = frozenset(
         errors.NodeDraining,
         errors.LeaseExpired,
     )
-)
-_UNREADABLE = frozenset(
-    error.code for error in (errors.LeaseExpired, errors.PeerUnreachable, errors.AccessRefused)
 )
 
 
@@ -130,16 +125,22 @@ class StoreClient:
         value: Any,
         *,
         policy: ReplicaPolicy = DEFAULT_POLICY,
+        upsert: bool = False,
         timeout_ms: int | None = None,
     ) -> None:
         """Store `value` under `key`, immutable from now on. A value is any contiguous buffer or CPU
         tensor, or a list of them, whose bytes then lie one after the other in the object.
 
+        upsert: replace the object that the key holds. It is read until the new one is complete, and
+        stays when that fails; readers that hold a lease on it may go on reading it meanwhile.
+
         Returns once the object is visible to every client. Raises ObjectExists (the first writer
         won; its bytes are unchanged), OutOfSpace, QuotaExceeded, UsageError, MasterUnavailable,
         TransferError kinds. The value's memory is not touched any more after the call.
         """
-        (outcome,) = self.put_batch([key], [value], policy=policy, timeout_ms=timeout_ms)
+        (outcome,) = self.put_batch(
+            [key], [value], policy=policy, upsert=upsert, timeout_ms=timeout_ms
+        )
         if outcome is not None:
             try:
                 raise outcome
@@ -153,6 +154,7 @@ class StoreClient:
         *,
         policy: ReplicaPolicy = DEFAULT_POLICY,
         groups: Sequence[int] = (),
+        upsert: bool = False,
         timeout_ms: int | None = None,
     ) -> list[PutOutcome]:
         """Store many objects with two master calls. One outcome a key, in order: None, or the
@@ -173,7 +175,7 @@ class StoreClient:
             raise UsageError(f"an object has at most {OBJECT_MAX_BYTES} bytes", nbytes=max(sizes))
         with self._calls:
             until = self._deadline(timeout_ms)
-            job = PutJob(self._tenant, names, pieces, sizes, policy, until, groups)
+            job = PutJob(self._tenant, names, pieces, sizes, policy, until, groups, upsert)
             try:
                 codes = self._writer.write(job)
                 self._put_again(job, codes)
@@ -183,7 +185,7 @@ class StoreClient:
         if not any(codes):
             return [None] * len(codes)
         return [
-            None if code == errors.OK else self._put_error(code, key, nbytes)
+            None if code == errors.OK else put_error(code, key, nbytes, self._tenant)
             for code, key, nbytes in zip(codes, keys, sizes, strict=True)
         ]
 
@@ -200,13 +202,6 @@ class StoreClient:
                     codes[i] = code
             finally:
                 part.pieces.release()
-
-    def _put_error(self, code: int, key: str, nbytes: int) -> MooncakeError:
-        cause = {
-            errors.ObjectExists.code: "the key holds an object, or another writer is storing one",
-            errors.OutOfSpace.code: "no space for the object within the deadline",
-        }.get(code, "the object was not stored")
-        return error_of(code, cause, key=key, nbytes=nbytes, tenant=self._tenant)
 
     # --- get ---
 
@@ -291,30 +286,10 @@ class StoreClient:
             for i, code in enumerate(result.codes):
                 if code != errors.OK:
                     room = None if given is None else given.room(i)
-                    outcomes[i] = self._read_error(code, keys[i], result.lengths[i], room)
+                    outcomes[i] = get_error(
+                        code, keys[i], result.lengths[i], self._tenant, room=room
+                    )
         return outcomes
-
-    def _read_error(self, code: int, key: str, nbytes: int, room: int | None) -> MooncakeError:
-        """What a read that failed on every replica means to the caller."""
-        if code == errors.ObjectNotFound.code:
-            cause = "there is no object under the key"
-            return ObjectNotFound(cause, key=key, tenant=self._tenant)
-        if code == errors.UsageError.code:
-            what = "the range" if room is None else f"the target of {room} bytes, or the range,"
-            return UsageError(
-                f"{what} does not fit the object of {nbytes} bytes",
-                remedy="pass a target at least as large as what is read, and a range inside the "
-                "object; nothing was written",
-                key=key,
-            )
-        if code in _UNREADABLE:
-            cause = "the object was placed but can be read from no node any more"
-            return ObjectNotFound(cause, key=key, nbytes=nbytes)
-        cause = {
-            errors.ChecksumMismatch.code: "the object's bytes are damaged on every replica",
-            errors.TransferTimeout.code: "the object did not arrive within the deadline",
-        }.get(code, "the object could not be read")
-        return error_of(code, cause, key=key, nbytes=nbytes)
 
     def get_view(self, key: str, *, timeout_ms: int | None = None) -> ObjectView:
         """The object's bytes where they lie, read-only and without a copy, until the view is
@@ -331,7 +306,7 @@ class StoreClient:
                 if rows is None:
                     (rows,) = self._reader.locate([name], deadline)
                 if not rows:
-                    raise self._read_error(ObjectNotFound.code, key, 0, None)
+                    raise get_error(ObjectNotFound.code, key, 0, self._tenant)
                 if is_striped(rows):
                     break  # not in one piece anywhere
                 try:
@@ -340,7 +315,7 @@ class StoreClient:
                     self._reader.cache.forget([name])
                     rows = None
                     if last:
-                        raise self._read_error(LeaseExpired.code, key, 0, None) from None
+                        raise get_error(LeaseExpired.code, key, 0, self._tenant) from None
                     continue
                 if view is not None:
                     return view

@@ -52,6 +52,7 @@ class PutJob:
     policy: ReplicaPolicy
     deadline: Deadline
     groups: Sequence[int] = ()  # per key, equal and above 0 = one fate; or empty
+    upsert: bool = False  # what a key holds is replaced by the commit
     # Key -> generation of an attempt that was sealed, and whose commit came to nothing so far.
     uncommitted: dict[bytes, int] = field(default_factory=dict)
 
@@ -65,6 +66,7 @@ class PutJob:
             self.policy,
             self.deadline,
             [self.groups[i] for i in which] if self.groups else (),
+            self.upsert,
             self.uncommitted,
         )
 
@@ -175,9 +177,12 @@ class BatchWriter:
     # --- with reservations ---
 
     def _take_reservations(self, job: PutJob) -> list[Reservations] | None:
-        """For the plainest puts only: default policy, no groups, one length, no key twice."""
+        """For the plainest puts only: default policy, no groups, no upsert, one length, no key
+        twice."""
         count, nbytes = len(job.keys), job.sizes[0]
-        if job.groups or (job.policy is not DEFAULT_POLICY and job.policy != DEFAULT_POLICY):
+        if job.groups or job.upsert:
+            return None
+        if job.policy is not DEFAULT_POLICY and job.policy != DEFAULT_POLICY:
             return None
         if count > 1 and (job.sizes.count(nbytes) != count or len(set(job.keys)) != count):
             return None
@@ -284,6 +289,7 @@ class BatchWriter:
             policy=job.policy,
             host_id=self._reservations.host_id,
             groups=job.groups,
+            upsert=job.upsert,
             timeout_ms=job.deadline.left_ms(),
         )
         codes: list[int] = grants.status.tolist()

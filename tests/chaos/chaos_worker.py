@@ -82,7 +82,6 @@ class WatchedMaster(MasterClient):
     calls = threading.local()
 
     def put_start(self, *arguments: Any, **options: Any) -> Any:
-        options["upsert"] = getattr(self.calls, "upsert", False)
         grants = super().put_start(*arguments, **options)
         keys = arguments[1]
         places: dict[bytes, dict[int, str]] = {}
@@ -343,11 +342,9 @@ class Caller(threading.Thread):
     def _upsert(self, store: StoreClient) -> None:
         key = self._key_to_write()
         policy = policy_of(key)
-        WatchedMaster.calls.upsert = True
-        try:
-            self._write("upsert", [key], lambda v: store.put_batch([key], v, policy=policy))
-        finally:
-            WatchedMaster.calls.upsert = False
+        self._write(
+            "upsert", [key], lambda v: store.put_batch([key], v, policy=policy, upsert=True)
+        )
 
     def _write_session(self, store: StoreClient) -> None:
         key = self._key_to_write()
