@@ -61,6 +61,7 @@ class Segment:
         "incarnation",
         "index",
         "keeps",
+        "lost_units",
         "mounted",
         "nbytes",
         "new_ms",
@@ -69,6 +70,7 @@ class Segment:
         "recorded",
         "recorded_below",
         "region",
+        "replicas_lost",
         "resting_units",
         "seen_ms",
         "segment_id",
@@ -106,6 +108,8 @@ class Segment:
         self.new_ms = now_ms  # since when it is there; 0: it was before this master
         self.used_units = 0
         self.resting_units = 0
+        self.lost_units = 0  # used when it was lost
+        self.replicas_lost = 0  # forgotten since then
 
     def charge(self, units: int) -> int:
         """What an extent of so many units counts for here."""

@@ -146,6 +146,7 @@ def lose_segment(state: CatalogState, work: Work, segment: Segment, now_ms: int)
     """From now on nothing is on it. Its grants and objects are forgotten by `reclaim`, a few a
     tick; what must not wait for that looks whether the segment is gone."""
     state.members.set_state(segment, GONE)
+    segment.lost_units = segment.used_units
     state.leaving.append(Leaving(segment, state.running_puts()))
     state.tasks.drains.pop(segment.segment_id, None)
     lose_target(state, segment, now_ms)
@@ -215,6 +216,7 @@ def _reclaim_objects(
         for slot in slots[:left]:
             if table.key[slot] is not None:
                 state.lose_replica(work, slot, index, Event.NODE_LOST, now_ms)
+                leaving.segment.replicas_lost += 1
         leaving.slot = stop if len(slots) <= left else slots[left]
         left -= len(slots)
         strides -= 1

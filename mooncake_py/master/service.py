@@ -24,6 +24,7 @@ from mooncake_py._native import memory
 from mooncake_py._native.pulls import grant_mac, row_macs
 from mooncake_py.errors import InternalError, MooncakeError, VersionMismatch, error_of
 from mooncake_py.master import commands as c
+from mooncake_py.master import node_log
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.disk_commands import DiskTasks, DiskWork
 from mooncake_py.master.membership import ALIVE, DRAINING
@@ -80,6 +81,7 @@ class Service:
         self._unseal_nbytes: defaultdict[int, int] = defaultdict(int)
         self._edge = convert.Edge(self._digests, lambda: secrets.randbits(64), cluster.cluster_id)
         self._adopts = catalog.adopts_segments
+        self._nodes = node_log.NodeLog()
         self.version_refusals = 0
         self.behind = False  # the last tick left work that was due
 
@@ -101,6 +103,9 @@ class Service:
             self._keep(applied.effects)
             if method is lane.MOUNT:
                 self._report_adoption()
+                self._nodes.look(self._catalog.state.members, now_ms, node_log.REPLACED)
+            elif method is lane.UNMOUNT:
+                self._nodes.look(self._catalog.state.members, now_ms, node_log.LEFT)
             if isinstance(applied.reply, c.Refused):
                 error = error_of(applied.reply.code, applied.reply.cause)
                 refused = self._refused(method, error, applied.records)
@@ -132,6 +137,7 @@ class Service:
         applied = self._catalog.apply(command, now_ms)
         self.behind = isinstance(applied.reply, c.Done) and applied.reply.more
         self._keep(applied.effects)
+        self._nodes.look(self._catalog.state.members, now_ms, node_log.SILENT)
         return applied.records
 
     @property

@@ -53,6 +53,7 @@ _MASTER_CALL_MS = 2_000
 BEATS_OF_PATIENCE = 4  # with a silent master, in heartbeats; then another one is asked
 _TEND_S = 5.0
 _DRAIN_LOOK_S = 0.05  # between two questions how far the draining is
+_QUIET_MS = 1_000  # of waiting for the master at start; then that is said
 _NAME_WAIT_MS = 3_000  # for a name that is taken
 _MOUNT_AGAIN_S = 0.25
 
@@ -196,7 +197,7 @@ class Node:
     def start(self) -> None:
         """Raises what keeps this node from serving; it is stopped then."""
         try:
-            self._master.connect(timeout_ms=self._settings.start_ms)
+            self._reach_master()
             self._mount_first()
             if self.disk is not None:
                 self.disk.start(self._incarnation)
@@ -270,6 +271,21 @@ class Node:
         thread.start()
 
     # --- master ---
+
+    def _reach_master(self) -> None:
+        """Whoever started this node reads soon what it waits for."""
+        quiet_ms = min(_QUIET_MS, self._settings.start_ms)
+        try:
+            self._master.connect(timeout_ms=quiet_ms)
+        except (errors.MasterUnavailable, errors.NotLeader) as error:
+            left_ms = self._settings.start_ms - quiet_ms
+            if not left_ms:
+                raise
+            log.warning(
+                "waiting for the master at %s, %d s at most: %s",
+                self._settings.master, left_ms // 1_000, error.cause,
+            )  # fmt: skip
+            self._master.connect(timeout_ms=left_ms)
 
     def _mount_first(self) -> None:
         """The masters may just be choosing a leader. And the name may still be that of a node

@@ -155,6 +155,16 @@ def test_a_master_that_is_not_there_is_one_line(
     assert_one_clear_line(node, "mooncake-node", address)
 
 
+def test_a_node_says_that_it_waits_for_its_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_NODE_START_MS", "2500")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+    words = [sys.executable, "-m", NODE, "--master", address, "--segment-bytes", "16MiB"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"waiting for the master at {address}, 1 s at most" in done.stderr
+
+
 @pytest.mark.parametrize("module", [MASTER, NODE])
 def test_nonsense_is_refused_with_exit_code_2(launch: Callable[..., Daemon], module: str) -> None:
     for arguments in (["--listen", "nowhere"], ["--no-such-option"]):
