@@ -7,8 +7,10 @@ answer is one JSON value on standard output; errors are one line on standard err
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,9 +20,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from mooncake_py.config import size_bytes
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
-from mooncake_py.master.commands import CopyObjects, DrainInfo
+from mooncake_py.master.commands import CopyObjects, DrainInfo, SetQuota
+from mooncake_py.master.tenant import POLICIES
 from mooncake_py.model import RELEASE
 from mooncake_py.ops import drain as draining
+from mooncake_py.ops import quota as quotas
 from mooncake_py.ops.doctor import examine
 from mooncake_py.ops.replay import ReplayOptions, replay
 from mooncake_py.ops.report import as_dict, render
@@ -47,6 +51,7 @@ timeout_option = click.option(
     "--timeout-ms", default=10_000, show_default=True, type=click.IntRange(1), help="of each call"
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="answer in JSON")
+tenant_option = click.option("--tenant", default="default", show_default=True, help="whose keys")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,39 +62,57 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("key")
-@click.argument("source", type=click.File("rb"), default="-")
+@click.argument("source", metavar="[FILE]", type=click.File("rb"), default="-")
+@tenant_option
 @master_option
 @timeout_option
 @json_option
-def put(key: str, source: IO[bytes], master: str, timeout_ms: int, as_json: bool) -> None:
-    """Store SOURCE (a file; default: standard input) under KEY."""
-    value = source.read()
-    with StoreClient(master, timeout_ms=timeout_ms) as store:
+def put(
+    key: str, source: IO[bytes], tenant: str, master: str, timeout_ms: int, as_json: bool
+) -> None:
+    """Store FILE (default: standard input) under KEY."""
+    try:
+        value = source.read()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, source.name) from None
+    with StoreClient(master, tenant=tenant, timeout_ms=timeout_ms) as store:
         store.put(key, value)
     answer(as_json, {"key": key, "nbytes": len(value)}, f"{key}: {size_text(len(value))}")
 
 
 @cli.command()
 @click.argument("key")
-@click.option("--output", "-o", type=click.File("wb"), default="-", help="default: standard output")
+@click.argument("target", metavar="[FILE]", default="-")
+@tenant_option
 @master_option
 @timeout_option
-def get(key: str, output: IO[bytes], master: str, timeout_ms: int) -> None:
-    """Write the object under KEY to standard output or a file."""
-    with StoreClient(master, timeout_ms=timeout_ms) as store:
+def get(key: str, target: str, tenant: str, master: str, timeout_ms: int) -> None:
+    """Write the object under KEY to FILE (default: standard output)."""
+    with StoreClient(master, tenant=tenant, timeout_ms=timeout_ms) as store:
         value = store.get(key)
     assert isinstance(value, bytes)
-    output.write(value)
+    try:
+        if target == "-":
+            sys.stdout.buffer.write(value)
+            sys.stdout.buffer.flush()
+        else:
+            Path(target).write_bytes(value)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = "standard output" if target == "-" else target
+        raise OSError(error.errno, error.strerror, where) from None
 
 
 @cli.command()
 @click.argument("keys", nargs=-1, required=True)
+@tenant_option
 @master_option
 @timeout_option
 @json_option
-def exists(keys: tuple[str, ...], master: str, timeout_ms: int, as_json: bool) -> None:
+def exists(keys: tuple[str, ...], tenant: str, master: str, timeout_ms: int, as_json: bool) -> None:
     """Say which KEYS hold an object; exit code 3 unless all do."""
-    with StoreClient(master, timeout_ms=timeout_ms) as store:
+    with StoreClient(master, tenant=tenant, timeout_ms=timeout_ms) as store:
         present = store.exists(list(keys))
     assert isinstance(present, list)
     words = [
@@ -104,43 +127,88 @@ def exists(keys: tuple[str, ...], master: str, timeout_ms: int, as_json: bool) -
 @cli.command()
 @click.argument("keys", nargs=-1, required=True)
 @click.option("--force", is_flag=True, help="also objects that are leased or pinned")
+@tenant_option
 @master_option
 @timeout_option
 @json_option
-def rm(keys: tuple[str, ...], force: bool, master: str, timeout_ms: int, as_json: bool) -> None:
+def rm(
+    keys: tuple[str, ...], force: bool, tenant: str, master: str, timeout_ms: int, as_json: bool
+) -> None:
     """Remove the objects under KEYS; absent ones are fine. Exit code 1 when one is kept."""
-    with StoreClient(master, timeout_ms=timeout_ms) as store:
+    with StoreClient(master, tenant=tenant, timeout_ms=timeout_ms) as store:
+        present = store.exists(list(keys))
         outcomes = store.remove(list(keys), force=force)
     assert isinstance(outcomes, list)
+    assert isinstance(present, list)
     kept = {key: o.cause for key, o in zip(keys, outcomes, strict=True) if o is not None}
+    absent = [k for k, there in zip(keys, present, strict=True) if not there and k not in kept]
     gone = len(keys) - len(kept)
-    words = [f"{gone} gone", *(f"kept: {key}: {why}; try --force" for key, why in kept.items())]
-    answer(as_json, {"gone": gone, "kept": kept}, *words)
+    words = [f"{gone - len(absent)} removed", *(f"was not there: {key}" for key in absent)]
+    words += [f"kept: {key}: {why}; try --force" for key, why in kept.items()]
+    answer(as_json, {"gone": gone, "absent": absent, "kept": kept}, *words)
     if kept:
         sys.exit(EXIT_FAILURE)
 
 
 @cli.command()
 @click.argument("prefix", default="")
+@tenant_option
 @master_option
 @timeout_option
 @json_option
-def ls(prefix: str, master: str, timeout_ms: int, as_json: bool) -> None:
-    """List the objects whose key begins with PREFIX (with --json: one JSON object a line)."""
-    with StoreClient(master, timeout_ms=timeout_ms) as store:
+def ls(prefix: str, tenant: str, master: str, timeout_ms: int, as_json: bool) -> None:
+    """List the objects whose key begins with PREFIX: bytes, replicas, key (with --json: one JSON
+    object a line)."""
+    with StoreClient(master, tenant=tenant, timeout_ms=timeout_ms) as store:
         for found in store.list(prefix):
             row = {"key": found.key, "nbytes": found.nbytes, "replicas": found.replicas}
-            answer(as_json, row, f"{found.nbytes:>14,}  {found.replicas}  {found.key}")
+            answer(as_json, row, f"{found.nbytes:>14,}  {found.replicas}  {shown(found.key)}")
+
+
+def shown(key: str) -> str:
+    """Fit for a terminal: what would move its cursor or change its colours is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in key)
 
 
 @cli.command()
+@click.option("--all", "zeros", is_flag=True, help="counters that are zero, too (--json has all)")
 @master_option
 @timeout_option
 @json_option
-def status(master: str, timeout_ms: int, as_json: bool) -> None:
+def status(zeros: bool, master: str, timeout_ms: int, as_json: bool) -> None:
     """Show nodes, space and counters."""
     found = cluster_status(master, timeout_ms)
-    answer(as_json, found.as_dict(), *found.lines())
+    answer(as_json, found.as_dict(), *found.lines(zeros))
+
+
+@cli.command()
+@click.argument("tenant", default="")
+@click.option("--bytes", "bytes_max", type=size, metavar="SIZE", help="of extents, all replicas")
+@click.option("--keys", "keys_max", type=click.IntRange(1), help="complete and in writing")
+@click.option("--policy", type=click.Choice(POLICIES), help="of a put beyond it  [reject]")
+@click.option("--remove", is_flag=True, help="the quota ends")
+@master_option
+@timeout_option
+@json_option
+def quota(tenant: str, master: str, timeout_ms: int, as_json: bool, **given: Any) -> None:
+    """Show what TENANT (default: every one) holds and may hold, or set that.
+
+    --bytes and --keys set a new quota; the one that is not given is without limit.
+    """
+    limits, remove = (given["bytes_max"], given["keys_max"]), given["remove"]
+    limited = limits != (None, None)
+    if limited == remove and (limited or given["policy"]):
+        raise UsageError("a quota is --bytes or --keys or both; or --remove alone", remedy="")
+    if limited or remove:
+        if not tenant:
+            raise UsageError("whose quota?", remedy="name the TENANT")
+        bytes_max, keys_max = (limit or 0 for limit in limits)
+        policy = given["policy"] or POLICIES[0]
+        wish = SetQuota(tenant, bytes_max, keys_max, policy, remove)
+        quotas.change(master, wish, timeout_ms)
+    found = [t for t in quotas.tenants(master, timeout_ms) if tenant in ("", t.name)]
+    words = [quotas.line(each) for each in found] or [f"{tenant}: nothing, and no quota"]
+    answer(as_json, [quotas.as_dict(each) for each in found], *words)
 
 
 @cli.command("drain")
@@ -289,6 +357,13 @@ def main() -> None:
         click.echo(f"mooncake: {error}", err=True)
         absent, usage = isinstance(error, ObjectNotFound), isinstance(error, UsageError)
         sys.exit(EXIT_ABSENT if absent else EXIT_USAGE if usage else EXIT_FAILURE)
+    except OSError as error:
+        where = error.filename or "the output"
+        remedy = "Remedy: name another file, or make room there"
+        click.echo(f"mooncake: {where}: {error.strerror}. {remedy}", err=True)
+        with suppress(OSError, ValueError):  # else what is left is tried, and fails, once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_FAILURE)
 
 
 if __name__ == "__main__":

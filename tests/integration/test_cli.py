@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from mooncake_py.ops.cli import cli
 from mooncake_py.ops.cluster import Cluster
+from mooncake_py.ops.status import ClusterStatus, NodeStatus
 
 OK, FAILURE, USAGE, ABSENT = 0, 1, 2, 3
 
@@ -17,6 +20,12 @@ OK, FAILURE, USAGE, ABSENT = 0, 1, 2, 3
 def mooncake(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "mooncake_py.ops.cli", *words]
     return subprocess.run(command, input=stdin, capture_output=True, timeout=60, check=False)
+
+
+def said(*words: str, stdin: bytes = b"") -> str:
+    """What the command prints, or the exception that ends it; in this process, which is quick."""
+    done = CliRunner().invoke(cli, words, input=stdin)
+    return done.stdout if done.exception is None else type(done.exception).__name__
 
 
 @pytest.fixture
@@ -30,7 +39,7 @@ def test_put_and_get_carry_any_bytes(at: tuple[str, str], tmp_path: Path) -> Non
     assert (done.returncode, json.loads(done.stdout)) == (OK, {"key": "cli/a", "nbytes": 256_000})
     assert mooncake("get", "cli/a", *at).stdout == value
     target = tmp_path / "value"
-    assert mooncake("get", "cli/a", "--output", str(target), *at).returncode == OK
+    assert mooncake("get", "cli/a", str(target), *at).returncode == OK
     assert target.read_bytes() == value
     assert mooncake("put", "cli/b", str(target), *at).returncode == OK
     assert mooncake("get", "cli/b", *at).stdout == value
@@ -67,7 +76,9 @@ def test_ls_and_rm(at: tuple[str, str]) -> None:
     assert rows == [{"key": f"cli/ls/{i}", "nbytes": 4, "replicas": 1} for i in (1, 2)]
     assert b"cli/ls/1" in mooncake("ls", "cli/ls/", *at).stdout
     done = mooncake("rm", "cli/ls/1", "cli/ls/2", "cli/ls/3", "--json", *at)
-    assert (done.returncode, json.loads(done.stdout)) == (OK, {"gone": 3, "kept": {}})
+    told = {"gone": 3, "absent": ["cli/ls/3"], "kept": {}}
+    assert (done.returncode, json.loads(done.stdout)) == (OK, told)
+    assert said("rm", "cli/ls/3", *at) == "0 removed\nwas not there: cli/ls/3\n"
     assert mooncake("ls", "cli/ls/", *at).stdout == b""
 
 
@@ -89,7 +100,55 @@ def test_status_shows_nodes_and_space(at: tuple[str, str]) -> None:
     assert all(node["state"] == "alive" for node in figures["nodes"])
     text = mooncake("status", *at).stdout.decode()
     assert "node-0 at 127.0.0.1:" in text
+    assert " of 64.0 MiB (" in text
     assert "counter   put_ends" in text
+    assert "counter   node_losses" not in text, "it is zero"
+    everything = said("status", "--all", *at)
+    assert "counter   node_losses 0 (objects that ended because" in everything
+    assert not any(node["disk"] for node in figures["nodes"])
+    disk = NodeStatus("a", "alive", "a:1", 1 << 20, 4 << 20, disk=True)
+    (_, _, line) = ClusterStatus(0, 0, 0, [disk], {}).lines()
+    assert line == "node      a (disk) at a:1: alive, 1.0 MiB of 4.0 MiB (25.0%)"
+
+
+def test_tenants_have_keys_and_quotas_of_their_own(at: tuple[str, str]) -> None:
+    of_b = ("--tenant", "b", *at)
+    assert said("quota", "b", "--keys", "1", "--bytes", "1MiB", *at) == (
+        "b: 0 keys, 0 B; quota 1.0 MiB, 1 keys, reject\n"
+    )
+    assert said("put", "cli/t/1", *of_b, stdin=b"of b") == "cli/t/1: 4 B\n"
+    assert said("get", "cli/t/1", *of_b) == "of b"
+    assert said("get", "cli/t/1", *at) == "ObjectNotFound"
+    assert said("exists", "cli/t/1", *of_b) == "cli/t/1: present\n"
+    assert "cli/t/1" in said("ls", "cli/t/", *of_b)
+    assert not said("ls", "cli/t/", *at)
+    assert said("put", "cli/t/2", *of_b, stdin=b"x") == "QuotaExceeded"
+    (shown,) = json.loads(said("quota", "b", "--json", *at))
+    assert (shown["keys"], shown["keys_max"], shown["policy"]) == (1, 1, "reject")
+    assert said("quota", "b", "--remove", *at).endswith("; no quota\n")
+    assert said("rm", "cli/t/1", "--force", *of_b) == "1 removed\n"
+    for wrong in (["b", "--policy", "borrow"], ["b", "--keys", "1", "--remove"], ["--keys", "1"]):
+        assert said("quota", *wrong, *at) == "UsageError"
+
+
+def test_keys_cannot_command_the_terminal(at: tuple[str, str]) -> None:
+    key = "cli/ctl/\x1b[2J\n\u00e9"
+    said("put", key, *at, stdin=b"x")
+    assert said("ls", "cli/ctl/", *at).endswith("  cli/ctl/\\x1b[2J\\n\u00e9\n")
+    assert json.loads(said("ls", "cli/ctl/", "--json", *at))["key"] == key
+
+
+def test_an_output_that_cannot_be_written_is_one_line(at: tuple[str, str]) -> None:
+    said("put", "cli/full", *at, stdin=b"x" * 100_000)
+    done = mooncake("get", "cli/full", "/dev/full", *at)
+    assert (done.returncode, done.stderr.count(b"\n")) == (FAILURE, 1)
+    assert done.stderr.startswith(b"mooncake: /dev/full: No space left on device. Remedy: ")
+    for words in (["get", "cli/full"], ["ls", "cli/"]):
+        command = [sys.executable, "-m", "mooncake_py.ops.cli", *words, *at]
+        with Path("/dev/full").open("wb") as full:
+            lost = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+        assert (lost.returncode, lost.stderr.count(b"\n")) == (FAILURE, 1), lost.stderr
+        assert b"No space left on device. Remedy: " in lost.stderr
 
 
 @pytest.mark.parametrize(
