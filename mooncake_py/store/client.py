@@ -35,8 +35,9 @@ from mooncake_py.store.calls import CallGate
 from mooncake_py.store.explain import Explanation, explain
 from mooncake_py.store.get import BatchReader
 from mooncake_py.store.host import host_id
-from mooncake_py.store.outcomes import GetOutcome, PutOutcome, get_error, put_error
+from mooncake_py.store.outcomes import GetOutcome, PutOutcome, get_error
 from mooncake_py.store.put import BatchWriter, PutJob
+from mooncake_py.store.put_again import PersistentWriter, put_outcome
 from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.reservations import ReservationPool
 from mooncake_py.store.segments import SegmentDirectory
@@ -45,19 +46,6 @@ from mooncake_py.store.stripes import is_striped
 from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
 from mooncake_py.store.views import ObjectView, ViewTaker
 from mooncake_py.transfer import TransferEngine, options_for
-
-_RETRY_FIRST_MS = 5  # eviction on the master takes about a tick; doubled up to the limit
-_RETRY_LAST_MS = 200
-_PUT_AGAIN = frozenset(
-    error.code  # of a key: what another placement, a little later, can cure
-    for error in (
-        errors.OutOfSpace,
-        errors.Backpressure,
-        errors.PeerUnreachable,
-        errors.NodeDraining,
-        errors.LeaseExpired,
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +104,8 @@ class StoreClient:
         pool = ReservationPool(self._master, tenant, host_id(), self._nodes, self._clock)
         self._writer = BatchWriter(self._engine, self._directory, self._master, self._nodes, pool)
         self._calls = CallGate()
+        closing = self._calls.closing
+        self._puts = PersistentWriter(self._writer, self._master, closing, self._clock)
 
     # --- put ---
 
@@ -159,7 +149,8 @@ class StoreClient:
     ) -> list[PutOutcome]:
         """Store many objects with two master calls. One outcome a key, in order: None, or the
         error that `put` would raise. One key's failure changes nothing for the others. Keys that
-        find no space, or whose node is gone, are tried again until the deadline.
+        find no space, or whose node is gone, are tried again until the deadline; those for which
+        there can be none (no node is mounted; larger than the cluster) for a second or two only.
 
         groups: a number a key; keys with the same one above 0 become visible, and end, together."""
         if len(keys) != len(values):
@@ -177,31 +168,16 @@ class StoreClient:
             until = self._deadline(timeout_ms)
             job = PutJob(self._tenant, names, pieces, sizes, policy, until, groups, upsert)
             try:
-                codes = self._writer.write(job)
-                self._put_again(job, codes)
+                codes, reasons = self._puts.write(job)
             finally:
                 pieces.release()
             self._reader.cache.forget(names)
         if not any(codes):
             return [None] * len(codes)
         return [
-            None if code == errors.OK else put_error(code, key, nbytes, self._tenant)
-            for code, key, nbytes in zip(codes, keys, sizes, strict=True)
+            put_outcome(code, key, nbytes, self._tenant, reasons.get(i))
+            for i, (code, key, nbytes) in enumerate(zip(codes, keys, sizes, strict=True))
         ]
-
-    def _put_again(self, job: PutJob, codes: list[int]) -> None:
-        """Try keys again that met a lack of space or a lost node; `codes` changes in place."""
-        wait_ms = _RETRY_FIRST_MS
-        while todo := [i for i, code in enumerate(codes) if code in _PUT_AGAIN]:
-            if job.deadline.left_ms() <= wait_ms or self._calls.closing.wait(wait_ms / 1000):
-                break
-            wait_ms = min(2 * wait_ms, _RETRY_LAST_MS)
-            part = job.select(todo)
-            try:
-                for i, code in zip(todo, self._writer.write(part), strict=True):
-                    codes[i] = code
-            finally:
-                part.pieces.release()
 
     # --- get ---
 

@@ -19,7 +19,6 @@ def put_error(code: int, key: str, nbytes: int, tenant: str) -> MooncakeError:
     """Why an object of `nbytes` bytes was not stored."""
     cause = {
         errors.ObjectExists.code: "the key holds an object, or another writer is storing one",
-        errors.OutOfSpace.code: "no space for the object within the deadline",
     }.get(code, "the object was not stored")
     return error_of(code, cause, key=key, nbytes=nbytes, tenant=tenant)
 
