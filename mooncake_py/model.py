@@ -74,10 +74,16 @@ def disk_bytes(length: int) -> int:
 class ReplicaPolicy:
     """How many replicas, where, and how long they are protected.
 
-    `strict`: fewer than `replica_count` distinct nodes is `OutOfSpace`; otherwise the put goes on
-    with what was found, the missing ones are made when there is room, and a listing says how many
-    there are. `preferred_nodes` are tried first, in order.
-    `soft_pin_ms` and `ttl_ms` count from the commit; 0 means none.
+    replica_count: at least 1; no two replicas lie on one node.
+    strict: fewer distinct nodes than that is `OutOfSpace`; otherwise the put goes on with what was
+    found, the missing ones are made when there is room, and a listing says how many there are.
+    preferred_nodes: names of nodes, a tuple; tried first, in order.
+    soft_pin_ms: for so long it is evicted only when nothing unpinned is left; then it is an object
+    like any other. It makes room in need, and never keeps a `remove` from removing.
+    hard_pin: never evicted, and removed with force only (else `ObjectLeased`). For what must stay,
+    such as a system prompt. Pins of either kind may take a share of the memory (half of it, unless
+    the master is told otherwise); a put beyond it is `QuotaExceeded`.
+    ttl_ms: the object ends then. Like `soft_pin_ms` it counts from the commit; 0 means none.
     """
 
     replica_count: int = 1

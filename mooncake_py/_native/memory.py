@@ -17,6 +17,7 @@ Rules that hold for every function here:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,8 +50,8 @@ def memory_open(
     `nbytes` is rounded up to pages. `huge` tries huge pages first. `sole_writer`: nobody else can
     ever map it for writing. Raises OutOfSpace (checked before the first touch) and UsageError.
     """
-    if nbytes <= 0:
-        raise UsageError("memory needs a size above 0", nbytes=nbytes)
+    if not isinstance(nbytes, Integral) or nbytes <= 0:
+        raise UsageError("memory needs a whole number of bytes above 0", nbytes=nbytes)
     flags = (lib.MC_MEMORY_HUGE if huge else 0) | (lib.MC_MEMORY_SOLE_WRITER if sole_writer else 0)
     address, rounded, fd = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int32_t *")
     size = min(nbytes, 1 << 63)  # an integer of C; nothing so large can be had anyway

@@ -16,9 +16,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from mooncake_py.errors import MooncakeError, UsageError
-from mooncake_py.model import ReplicaPolicy
-from mooncake_py.store.client import StoreClient
+from mooncake_py.errors import UsageError
+from mooncake_py.model import DEFAULT_POLICY, ReplicaPolicy
+from mooncake_py.store.arguments import check_policy
+from mooncake_py.store.client import DEFAULT_TIMEOUT_MS, DEFAULT_TRANSPORTS, StoreClient
+from mooncake_py.store.outcomes import GetOutcome, PutOutcome
+from mooncake_py.store.targets import Range
 from mooncake_py.store.views import ObjectView
 
 WORKERS = 4
@@ -30,25 +33,59 @@ _Runner = Callable[[list[str], list[Any]], Sequence[Any]]
 
 
 class AsyncStoreClient:
-    """Takes the arguments of StoreClient. Opening connects, so it is done in `open`:
+    """A StoreClient for one event loop. Opening connects, so it is done in `open`:
 
     async with await AsyncStoreClient.open("127.0.0.1:50051") as store: ...
+
+    `get`, `put`, `exists` and `remove` take one key; calls of one turn of the loop are joined.
+    `get_batch` and `put_batch` take lists. What a call raises is what that of StoreClient raises.
     """
 
     def __init__(self, store: StoreClient) -> None:
+        """store: an open client, which this one closes. From an address: `open`."""
+        if not isinstance(store, StoreClient):
+            raise UsageError(
+                f"an AsyncStoreClient is made of a StoreClient, not of a {type(store).__name__}",
+                remedy="connect with: await AsyncStoreClient.open(master)",
+            )
         self._store = store
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="mooncake-async")
         self._waiting: dict[object, tuple[_Runner, list[_Call]]] = {}
         self._batches: set[asyncio.Future[None]] = set()
 
     @classmethod
-    async def open(cls, master: str, **options: Any) -> AsyncStoreClient:
-        loop = asyncio.get_running_loop()
-        return cls(await loop.run_in_executor(None, partial(StoreClient, master, **options)))
+    async def open(
+        cls,
+        master: str,
+        *,
+        tenant: str = "default",
+        transports: Sequence[str] = DEFAULT_TRANSPORTS,
+        timeout_ms: int = DEFAULT_TIMEOUT_MS,
+        hedge_ms: int = 0,
+    ) -> AsyncStoreClient:
+        """Connect to "host:port" of mooncake-master; the arguments are those of StoreClient.
+
+        Raises MasterUnavailable when none answers within timeout_ms, VersionMismatch, UsageError.
+        """
+        connect = partial(
+            StoreClient,
+            master,
+            tenant=tenant,
+            transports=transports,
+            timeout_ms=timeout_ms,
+            hedge_ms=hedge_ms,
+        )
+        return cls(await asyncio.get_running_loop().run_in_executor(None, connect))
 
     async def get(
         self, key: str, into: Any | None = None, *, timeout_ms: int | None = None
     ) -> bytes | int:
+        """The object's bytes, or with `into`, a writable buffer, the count of bytes written to it.
+
+        Raises ObjectNotFound (a miss), UsageError when `into` is too small, ChecksumMismatch,
+        TransferTimeout, MasterUnavailable. After a cancelled call `into` may still be written to
+        until `drained` returns.
+        """
         if into is None:
             runner: _Runner = lambda keys, _: self._store.get_batch(keys, timeout_ms=timeout_ms)  # noqa: E731
         else:
@@ -61,14 +98,24 @@ class AsyncStoreClient:
         key: str,
         value: Any,
         *,
-        policy: ReplicaPolicy = ReplicaPolicy(),
+        policy: ReplicaPolicy = DEFAULT_POLICY,
         upsert: bool = False,
         timeout_ms: int | None = None,
     ) -> None:
+        """Store `value` (a buffer, a CPU tensor, or a list of them) under `key`; it is visible to
+        every client on return. upsert: replace what the key holds.
+
+        Raises ObjectExists, OutOfSpace, QuotaExceeded, UsageError, MasterUnavailable, TransferError
+        kinds. After a cancelled call `value` may still be read until `drained` returns.
+        """
+        check_policy(policy)
         runner = partial(self._store.put_batch, policy=policy, upsert=upsert, timeout_ms=timeout_ms)
         await self._join(("put", policy, upsert, timeout_ms), runner, key, value)
 
     async def exists(self, key: str, *, timeout_ms: int | None = None) -> bool:
+        """Is there a complete object under this one key? Pins nothing. Many keys: one call each,
+        with `asyncio.gather`. Raises UsageError, MasterUnavailable."""
+
         def runner(keys: list[str], _: list[Any]) -> Sequence[Any]:
             found = self._store.exists(keys, timeout_ms=timeout_ms)
             return found if isinstance(found, list) else [found]
@@ -77,7 +124,10 @@ class AsyncStoreClient:
         return found
 
     async def remove(self, key: str, *, force: bool = False, timeout_ms: int | None = None) -> None:
-        """Raises ObjectLeased when a reader or a pin holds it."""
+        """Remove the object of this one key; an absent one is a success, and a removal is durable.
+
+        Raises ObjectLeased when a reader or a pin holds it and `force` is not given, UsageError,
+        MasterUnavailable."""
 
         def runner(keys: list[str], _: list[Any]) -> Sequence[Any]:
             found = self._store.remove(keys, force=force, timeout_ms=timeout_ms)
@@ -86,16 +136,46 @@ class AsyncStoreClient:
         await self._join(("remove", force, timeout_ms), runner, key, None)
 
     async def get_batch(
-        self, keys: Sequence[str], into: Sequence[Any] | None = None, **options: Any
-    ) -> list[Any]:
-        return await self._run(partial(self._store.get_batch, keys, into, **options))
+        self,
+        keys: Sequence[str],
+        into: Sequence[Any] | None = None,
+        *,
+        ranges: Sequence[Range] | None = None,
+        timeout_ms: int | None = None,
+    ) -> list[GetOutcome]:
+        """Read the objects of a list of keys, or a range (offset, nbytes or None) of each. One
+        outcome a key, in order: bytes (or with `into`, one target a key, the count written), or
+        the error that `get` would raise, not raised. Raises UsageError, MasterUnavailable."""
+        read = partial(self._store.get_batch, keys, into, ranges=ranges, timeout_ms=timeout_ms)
+        return await self._run(read)
 
     async def put_batch(
-        self, keys: Sequence[str], values: Sequence[Any], **options: Any
-    ) -> list[MooncakeError | None]:
-        return await self._run(partial(self._store.put_batch, keys, values, **options))
+        self,
+        keys: Sequence[str],
+        values: Sequence[Any],
+        *,
+        policy: ReplicaPolicy = DEFAULT_POLICY,
+        groups: Sequence[int] = (),
+        upsert: bool = False,
+        timeout_ms: int | None = None,
+    ) -> list[PutOutcome]:
+        """Store a list of values under a list of keys. One outcome a key, in order: None, or the
+        error that `put` would raise, not raised. groups: a number a key; keys with the same one
+        above 0 become visible together. Raises UsageError, MasterUnavailable."""
+        write = partial(
+            self._store.put_batch,
+            keys,
+            values,
+            policy=policy,
+            groups=groups,
+            upsert=upsert,
+            timeout_ms=timeout_ms,
+        )
+        return await self._run(write)
 
     async def get_view(self, key: str, *, timeout_ms: int | None = None) -> ObjectView:
+        """The object's bytes where they lie, in `.memory` of the view, until it is released. The
+        view is an ordinary one: use it in a `with`. Raises what `get` raises, and Backpressure."""
         return await self._run(partial(self._store.get_view, key, timeout_ms=timeout_ms))
 
     async def drained(self) -> None:
@@ -105,6 +185,7 @@ class AsyncStoreClient:
             await asyncio.wait(list(self._batches))
 
     async def close(self) -> None:
+        """Wait for the batches that were begun, then close the client."""
         await self.drained()
         await asyncio.get_running_loop().run_in_executor(None, self._store.close)
         self._workers.shutdown(wait=False)

@@ -125,9 +125,10 @@ def _buffer_span(value: Any, *, writable: bool) -> Span:
         pointer = ffi.from_buffer("char[]", value, require_writable=writable)
     except (TypeError, ValueError, BufferError) as error:
         kind = "writable" if writable else "readable"
+        bytes_like = "a bytearray, a writable memoryview" if writable else "bytes, a memoryview"
         raise UsageError(
             f"a {type(value).__name__} is no {kind} contiguous buffer ({error})",
-            remedy="pass bytes, bytearray, memoryview, a contiguous numpy array or a CPU tensor",
+            remedy=f"pass {bytes_like}, a contiguous numpy array or a CPU tensor",
         ) from None
     nbytes = len(pointer)
     if nbytes == 0:

@@ -29,7 +29,16 @@ from mooncake_py.errors import (
 )
 from mooncake_py.master.client import MasterClient
 from mooncake_py.model import DEFAULT_POLICY, OBJECT_MAX_BYTES, TENANT_MAX_BYTES, ReplicaPolicy
-from mooncake_py.store.arguments import check_ranges, check_timeout, key_names, text_bytes
+from mooncake_py.store.arguments import (
+    check_groups,
+    check_paired,
+    check_policy,
+    check_ranges,
+    check_timeout,
+    key_list,
+    key_names,
+    text_bytes,
+)
 from mooncake_py.store.buffers import source_pieces, target_pieces
 from mooncake_py.store.calls import CallGate
 from mooncake_py.store.explain import Explanation, explain
@@ -46,6 +55,9 @@ from mooncake_py.store.stripes import is_striped
 from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
 from mooncake_py.store.views import ObjectView, ViewTaker
 from mooncake_py.transfer import TransferEngine, options_for
+
+DEFAULT_TRANSPORTS = ("local", "shm", "tcp")
+DEFAULT_TIMEOUT_MS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +86,15 @@ class StoreClient:
         master: str,
         *,
         tenant: str = "default",
-        transports: Sequence[str] = ("local", "shm", "tcp"),
-        timeout_ms: int = 10_000,
+        transports: Sequence[str] = DEFAULT_TRANSPORTS,
+        timeout_ms: int = DEFAULT_TIMEOUT_MS,
         hedge_ms: int = 0,
         clock: Clock | None = None,
     ) -> None:
         check_timeout(timeout_ms)
         if hedge_ms:
-            check_timeout(hedge_ms)
+            check_timeout(hedge_ms, "hedge_ms")
+        text_bytes("master", master)
         if not 1 <= len(text_bytes("tenant", tenant)) <= TENANT_MAX_BYTES:
             raise UsageError(f"a tenant's name has 1 to {TENANT_MAX_BYTES} bytes", tenant=tenant)
         self._tenant = tenant
@@ -153,11 +166,11 @@ class StoreClient:
         there can be none (no node is mounted; larger than the cluster) for a second or two only.
 
         groups: a number a key; keys with the same one above 0 become visible, and end, together."""
-        if len(keys) != len(values):
-            raise UsageError("one value a key", keys=len(keys), values=len(values))
-        if groups and len(groups) != len(keys):
-            raise UsageError("one group a key, or none at all", keys=len(keys), groups=len(groups))
         names = key_names(keys)
+        check_paired("value", keys, values)
+        check_policy(policy)
+        if groups:
+            check_groups(keys, groups)
         pieces = source_pieces(values)
         sizes = pieces.totals()
         if not names:
@@ -238,8 +251,8 @@ class StoreClient:
         rows: list[bytes] | None = None,
     ) -> list[GetOutcome]:
         """rows: the placements to read from and no others; None: the current ones."""
-        if into is not None and len(into) != len(keys):
-            raise UsageError("one target a key", keys=len(keys), targets=len(into))
+        if into is not None:
+            check_paired("target", keys, into)
         if ranges is not None:
             check_ranges(keys, ranges)
         given = None if into is None else GivenTargets(target_pieces(into), len(keys), ranges)
@@ -268,9 +281,14 @@ class StoreClient:
         return outcomes
 
     def get_view(self, key: str, *, timeout_ms: int | None = None) -> ObjectView:
-        """The object's bytes where they lie, read-only and without a copy, until the view is
-        released: whatever is evicted or removed meanwhile (`store/views.py`). Use it in a `with`.
-        Where the node's memory cannot be mapped it is a private copy.
+        """The object's bytes where they lie, read-only and without a copy, in `.memory` of the
+        view until that is released: whatever is evicted or removed meanwhile (`store/views.py`).
+
+            with store.get_view("page/1") as view:
+                page = numpy.frombuffer(view.memory, dtype)
+
+        Where the node's memory cannot be mapped (another host, `--segment-file`) it is a private
+        copy, and `view.mapped` is False.
 
         Raises what `get` raises, and Backpressure when views hold too much of a node already.
         """
@@ -323,6 +341,7 @@ class StoreClient:
         """
         names = key_names(keys)
         if sizes is not None:
+            check_paired("size", keys, sizes)
             return WriteSession(keys, sizes, self.alloc, self.put_batch)
 
         def locate() -> list[bytes]:
@@ -390,7 +409,7 @@ class StoreClient:
         None, or ObjectLeased when a reader or a pin holds it and `force` is not given. An
         acknowledged removal is durable: the object never comes back."""
         single = isinstance(keys, str)
-        texts = [keys] if isinstance(keys, str) else list(keys)
+        texts = [keys] if isinstance(keys, str) else key_list(keys)
         names = key_names(texts)
         if not names:
             return []
@@ -411,15 +430,15 @@ class StoreClient:
     def list(self, prefix: str = "", *, timeout_ms: int | None = None) -> Iterator[ObjectInfo]:
         """Complete objects whose key begins with `prefix`, in key order, fetched page by page.
         Not a snapshot: what is put or removed meanwhile may or may not be seen."""
+        return self._pages(text_bytes("prefix", prefix), timeout_ms)
+
+    def _pages(self, prefix: bytes, timeout_ms: int | None) -> Iterator[ObjectInfo]:
         after = b""
         while True:
             with self._calls:
                 deadline = self._deadline(timeout_ms)
                 page = self._master.list(
-                    self._tenant,
-                    text_bytes("prefix", prefix),
-                    after=after,
-                    timeout_ms=deadline.left_ms(),
+                    self._tenant, prefix, after=after, timeout_ms=deadline.left_ms()
                 )
             lengths, replicas = page.lengths.tolist(), page.replicas.tolist()
             for key, nbytes, count in zip(page.keys, lengths, replicas, strict=True):

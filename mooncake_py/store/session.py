@@ -23,12 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
+from mooncake_py.model import OBJECT_MAX_BYTES
 from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.stripes import object_length
 from mooncake_py.wire.rows import EXTENT
@@ -54,6 +56,9 @@ class ReadSession:
         self._renew()
         self.present = [bool(rows) for rows in self._rows]
         self.lengths = [object_length(rows) for rows in self._rows]
+
+    def __repr__(self) -> str:
+        return f"<ReadSession of {len(self._keys)} keys, {sum(map(bool, self._rows))} readable>"
 
     def _renew(self) -> None:
         """New leases; and what is another object by now is not ours any more."""
@@ -109,8 +114,8 @@ class WriteSession:
         alloc: Callable[[int], RegisteredMemory],
         put: Callable[[Sequence[str], Sequence[Any]], list[MooncakeError | None]],
     ) -> None:
-        if len(keys) != len(sizes) or any(size < 0 for size in sizes):
-            raise UsageError("one size a key, not negative", keys=len(keys), sizes=len(sizes))
+        if not all(isinstance(size, Integral) and 0 <= size <= OBJECT_MAX_BYTES for size in sizes):
+            raise UsageError("a size is a whole number of bytes", sizes=list(sizes)[:8])
         self._keys = keys
         self._put = put
         rounded = [-(-size // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES for size in sizes]
@@ -120,6 +125,11 @@ class WriteSession:
         self.views = [
             whole[start : start + size] for start, size in zip(starts, sizes, strict=False)
         ]
+
+    def __repr__(self) -> str:
+        state = "has ended" if self._memory is None else "not committed"
+        nbytes = sum(map(len, self.views))
+        return f"<WriteSession of {len(self._keys)} keys, {nbytes} bytes, {state}>"
 
     def write(self, offset: int, parts: Sequence[Any]) -> None:
         """Part i goes to `offset` of object i; None leaves that object as it is. Raises UsageError

@@ -64,6 +64,10 @@ class ObjectView:
         self._owner = weakref.ref(owner) if self.mapped else None
         self._release = release
 
+    def __repr__(self) -> str:
+        where = "in the node's memory" if self.mapped else "a private copy"
+        return f"<ObjectView {self.key!r}: {self.nbytes} bytes in .memory, {where}>"
+
     def release(self) -> None:
         """Twice is fine."""
         self.memory = memoryview(b"")

@@ -18,6 +18,7 @@ TRANSPORTS: dict[str, int] = {
     "rdma": lib.MC_TRANSPORT_RDMA,
     "fake": lib.MC_TRANSPORT_FAKE,
 }
+_OFFERED = [name for name in TRANSPORTS if name != "fake"]  # that one is for tests
 TRANSPORT_NAMES = {bit: name for name, bit in TRANSPORTS.items()}
 
 
@@ -75,7 +76,9 @@ class EngineOptions:
 
 def options_for(names: Sequence[str], *, listen: str = "", advertise: str = "") -> EngineOptions:
     """The engine of a process that was given a list of transports by its user. "rdma:DEVICE" or
-    "rdma:DEVICE+DEVICE" among them names the devices; plain "rdma" takes every active port."""
+    "rdma:DEVICE+DEVICE" among them names the devices; plain "rdma" takes every active port.
+    UsageError: they are no sequence of names."""
+    _check_names(names)
     devices = [name.partition(":")[2] for name in names if name.startswith("rdma:")]
     return EngineOptions(
         listen=listen,
@@ -83,6 +86,18 @@ def options_for(names: Sequence[str], *, listen: str = "", advertise: str = "") 
         transports=tuple(name.partition(":")[0] for name in names),
         rdma=Rdma(devices=tuple("+".join(devices).split("+")) if devices else ()),
     )
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if isinstance(names, str):
+        raise UsageError(
+            f"transports are a tuple of names, not the str {names!r}",
+            remedy=f"pass a tuple, such as ({names!r},)",
+        )
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            "transports are a tuple of names", remedy='pass a tuple, such as ("tcp",)', got=names
+        )
 
 
 def _advertised(options: EngineOptions) -> str:
@@ -95,9 +110,14 @@ def _advertised(options: EngineOptions) -> str:
 
 def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
     """`mc_engine_options *` and what must be kept alive beside it. Raises UsageError."""
+    _check_names(options.transports)
     unknown = [name for name in options.transports if name not in TRANSPORTS]
     if unknown or not options.transports:
-        raise UsageError("unknown or no transports", got=options.transports, known=[*TRANSPORTS])
+        raise UsageError(
+            "unknown or no transports",
+            remedy=f"choose of {', '.join(_OFFERED)}",
+            got=options.transports,
+        )
     if not 1 <= options.tcp_lanes <= 16:
         raise UsageError("tcp_lanes is from 1 to 16", got=options.tcp_lanes)
     if not 1 <= options.message_max_bytes < 1 << 31:

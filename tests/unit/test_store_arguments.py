@@ -7,7 +7,24 @@ from typing import Any
 import pytest
 
 from mooncake_py.errors import UsageError
-from mooncake_py.store.arguments import TIMEOUT_MAX_MS, check_timeout, key_names, text_bytes
+from mooncake_py.model import DEFAULT_POLICY, ReplicaPolicy
+from mooncake_py.store.aio import AsyncStoreClient
+from mooncake_py.store.arguments import (
+    TIMEOUT_MAX_MS,
+    check_groups,
+    check_paired,
+    check_policy,
+    check_ranges,
+    check_timeout,
+    key_list,
+    key_names,
+    text_bytes,
+)
+from mooncake_py.store.buffers import target_pieces
+from mooncake_py.store.client import StoreClient
+from mooncake_py.store.session import ReadSession
+from mooncake_py.store.views import ObjectView
+from mooncake_py.transfer.options import native_options, options_for
 
 
 @pytest.mark.parametrize("keys", ["abc", b"abc", "", [b"abc"], [None], [""], ["\ud800"]])
@@ -32,3 +49,90 @@ def test_longest_and_shortest_timeout_are_accepted() -> None:
 def test_c07_texts_that_are_none_are_refused(text: Any) -> None:
     with pytest.raises(UsageError, match="prefix"):
         text_bytes("prefix", text)
+
+
+@pytest.mark.parametrize("keys", [None, 4, object()])
+def test_c07_keys_that_are_no_list_are_refused(keys: Any) -> None:
+    for names in (key_names, key_list):
+        with pytest.raises(UsageError, match=r"keys are a list of str, not .*Remedy"):
+            names(keys)
+
+
+@pytest.mark.parametrize("values", [None, 5, [], ["a", "b"]])
+def test_c07_values_are_one_a_key(values: Any) -> None:
+    with pytest.raises(UsageError, match="one value a key"):
+        check_paired("value", ["key"], values)
+
+
+@pytest.mark.parametrize(
+    ("policy", "word"),
+    [
+        ({"replica_count": 2}, "policy"),
+        (None, "policy"),
+        (ReplicaPolicy(replica_count=0), "replica_count"),
+        (ReplicaPolicy(replica_count=1.5), "replica_count"),  # type: ignore[arg-type]  # the mistake
+        (ReplicaPolicy(replica_count=10**30), "replica_count"),
+        (ReplicaPolicy(ttl_ms=-1), "ttl_ms"),
+        (ReplicaPolicy(ttl_ms=10**30), "ttl_ms"),
+        (ReplicaPolicy(soft_pin_ms=-1), "soft_pin_ms"),
+        (ReplicaPolicy(strict="yes"), "strict"),  # type: ignore[arg-type]  # the mistake
+        (ReplicaPolicy(preferred_nodes="nope"), "preferred_nodes"),  # type: ignore[arg-type]  # likewise
+        (ReplicaPolicy(preferred_nodes=(5,)), "preferred_nodes"),  # type: ignore[arg-type]  # likewise
+    ],
+)
+def test_c07_policies_that_nobody_can_follow_are_refused(policy: Any, word: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{word} is .*Remedy: pass"):
+        check_policy(policy)
+
+
+def test_policies_that_can_be_followed_are_accepted() -> None:
+    check_policy(DEFAULT_POLICY)
+    check_policy(ReplicaPolicy(2, True, ("a", "b"), 1_000, True, 3_600_000))
+
+
+@pytest.mark.parametrize("given", [5, (1,), ("1", None), (-1, 2), (0, 1.5), (0, -1), None])
+def test_c07_ranges_that_are_none_are_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match="a range is"):
+        check_ranges(["key"], [given])
+    check_ranges(["key", "other"], [(0, None), (3, 0)])
+
+
+@pytest.mark.parametrize("groups", [5, [1, 2], [-1], ["x"], [1 << 64]])
+def test_c07_groups_that_are_none_are_refused(groups: Any) -> None:
+    with pytest.raises(UsageError, match="group"):
+        check_groups(["key"], groups)
+    check_groups(["key"], [(1 << 64) - 1])
+
+
+@pytest.mark.parametrize("names", ["tcp", None, (5,)])
+def test_c07_transports_are_a_tuple_of_names(names: Any) -> None:
+    with pytest.raises(UsageError, match=r"transports are a tuple of names.*Remedy: pass a tuple"):
+        options_for(names)
+
+
+def test_c07_an_unknown_transport_is_answered_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"choose of local, shm, tcp, rdma$"):
+        native_options(options_for(("udp",)))
+    native_options(options_for(("tcp",)))
+
+
+def test_c07_a_target_that_is_read_only_is_answered_with_what_is_not() -> None:
+    with pytest.raises(UsageError, match="Remedy: pass a bytearray"):
+        target_pieces([b"read-only"])
+
+
+def test_c07_addresses_and_names_are_texts() -> None:
+    with pytest.raises(UsageError, match="master is a str, not NoneType"):
+        StoreClient(None)  # type: ignore[arg-type]  # the mistake
+    with pytest.raises(UsageError, match="tenant is a str, not int"):
+        StoreClient("127.0.0.1:1", tenant=5)  # type: ignore[arg-type]  # likewise
+    with pytest.raises(UsageError, match=r"await AsyncStoreClient.open"):
+        AsyncStoreClient("127.0.0.1:1")  # type: ignore[arg-type]  # likewise
+
+
+def test_what_the_client_hands_out_says_what_it_is() -> None:
+    assert repr(ObjectView("key", b"four")) == (
+        "<ObjectView 'key': 4 bytes in .memory, a private copy>"
+    )
+    reading = ReadSession(["a", "b"], lambda: [b"", b""], lambda *_: [], lambda: 0)
+    assert repr(reading) == "<ReadSession of 2 keys, 0 readable>"
