@@ -10,6 +10,7 @@ the process that names no setting is an error, so that a typing mistake does not
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -185,6 +186,8 @@ def split_address(address: str) -> tuple[str, int]:
 
     UsageError: neither. The host may be empty (`:port`).
     """
+    if "://" in address:
+        raise UsageError(f"{address!r} is no address", remedy="write HOST:PORT, without a scheme")
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65_535:
@@ -200,6 +203,13 @@ def check_host(name: str, host: str) -> None:
     """UsageError: `host` is neither empty nor a host that can stand in an address."""
     if re.search(r"[\s/\[\]]", host):
         raise UsageError(f"{name}: {host!r} is no host", remedy="a name or a literal, no port")
+
+
+def listen_remedy(option: str, number: int) -> str:
+    """What to do when listening failed with this errno."""
+    if number == errno.EADDRNOTAVAIL:
+        return f"this machine has no such address: choose one that it has for {option}"
+    return f"choose another {option}, or stop the process that has it"
 
 
 def join_address(host: str, port: int) -> str:
@@ -287,5 +297,6 @@ def _read(name: str, kind: type, text: str) -> Any:
             return duration_ms(text)
         return kind(text)
     except (ValueError, KeyError) as error:
-        what = error.cause if isinstance(error, UsageError) else f"{text!r} is no {kind.__name__}"
-        raise UsageError(f"{name}: {what}") from None
+        if isinstance(error, UsageError):
+            raise UsageError(f"{name}: {error.cause}", remedy=error.advice) from None
+        raise UsageError(f"{name}: {text!r} is no {kind.__name__}") from None

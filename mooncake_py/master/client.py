@@ -10,10 +10,12 @@ Thread-safe. Outcomes of single keys are in the answers' status arrays and never
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mooncake_py.clock import Deadline
+from mooncake_py.errors import ObjectNotFound
 from mooncake_py.master import commands as c
 from mooncake_py.master.disk_commands import DiskWork
 from mooncake_py.master.link import PART_BYTES, MasterLink
@@ -49,6 +51,16 @@ __all__ = [
     "Beat", "ClusterInfo", "Grants", "Listing", "MasterClient", "MountedSegment", "NodeGrant",
     "Placements", "Removed", "Reservations", "Segment", "Status", "TaskBatch",
 ]  # fmt: skip
+
+
+@contextmanager
+def _about_nodes() -> Iterator[None]:
+    """What was not found is a node, and no miss of a cache."""
+    try:
+        yield
+    except ObjectNotFound as error:
+        error.advice = "mooncake status lists the nodes"
+        raise
 
 
 class MasterClient(MasterLink):
@@ -278,16 +290,18 @@ class MasterClient(MasterLink):
         BACKPRESSURE while it is in the making: ask again. Raises ObjectNotFound: no such node."""
         deadline = Deadline(timeout_ms, self._clock)
         found = []
-        for start, stop in self._parts(copy.keys, deadline):
-            request = moves.copy_request(copy, copy.keys[start:stop])
-            found.append(self._call(lane.COPY, request, deadline).status)
+        with _about_nodes():
+            for start, stop in self._parts(copy.keys, deadline):
+                request = moves.copy_request(copy, copy.keys[start:stop])
+                found.append(self._call(lane.COPY, request, deadline).status)
         return answers.join_status(found)
 
     def drain(self, drain: c.Drain, *, timeout_ms: int) -> c.DrainInfo:
         """Begin to empty a node or segment, or ask how far that is. Raises ObjectNotFound: there is
-        none of this name; it may have left."""
+        none of this name; it may have left, or be away."""
         deadline = Deadline(timeout_ms, self._clock)
-        return moves.drain_info(self._call(lane.DRAIN, moves.drain_request(drain), deadline))
+        with _about_nodes():
+            return moves.drain_info(self._call(lane.DRAIN, moves.drain_request(drain), deadline))
 
     def disk_work(self, work: DiskWork, *, timeout_ms: int) -> DiskOrders:
         """Tell what a disk did and has, and take its work. Not `known`: mount again."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from mooncake_py.errors import OK, Backpressure, ObjectNotFound
 from mooncake_py.master.commands import Applied, Drain, DrainInfo, Refused
 from mooncake_py.master.copies import elsewhere, start_copy
-from mooncake_py.master.membership import ALIVE, DRAINING, GONE, Segment
+from mooncake_py.master.membership import ALIVE, AWAY, DRAINING, GONE, Segment
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.taskbook import DrainBook, Why
 from mooncake_py.master.work import Work
@@ -37,6 +37,9 @@ def drain(state: CatalogState, command: Drain, now_ms: int) -> Applied:
     ]
     if not found:
         cause = f"no node and no segment is called {command.what!r}"
+        return Applied(Refused(ObjectNotFound.code, cause))
+    if not command.cancel and all(each.state == AWAY for each in found):
+        cause = f"{command.what!r} is away: nothing can be moved off it before it is back"
         return Applied(Refused(ObjectNotFound.code, cause))
     for segment in found:
         segment.drain_asked = not command.cancel

@@ -302,7 +302,8 @@ class EtcdClient:
     def _unavailable(self, call: EtcdCall, cause: str) -> MasterUnavailable:
         return MasterUnavailable(
             f"etcd at {self._address}: {call.name}: {cause}",
-            remedy="look at the etcd cluster; the master goes on by itself once it answers",
+            remedy="look at the etcd cluster; a running master goes on by itself once it answers, "
+            "one that ended is to be started again",
         )
 
 

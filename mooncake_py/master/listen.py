@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
-from mooncake_py.config import join_address, split_address
+from mooncake_py.config import join_address, listen_remedy, split_address
 from mooncake_py.errors import MasterUnavailable, UsageError
 
 
@@ -47,5 +47,5 @@ def listen_address(text: str, option: str) -> Address:
 def cannot_listen(option: str, address: Address, error: OSError) -> MasterUnavailable:
     return MasterUnavailable(
         f"{option} {address}: {error.strerror}",
-        remedy=f"choose another {option}, or stop the process that has it",
+        remedy=listen_remedy(option, error.errno or 0),
     )

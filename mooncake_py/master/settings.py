@@ -58,6 +58,9 @@ class CatalogSettings:
         """Raise `UsageError` naming the two settings that contradict each other."""
         if self.eviction not in ("lru", "s3fifo", "cost"):
             raise UsageError(f"eviction is {self.eviction!r}; it must be lru, s3fifo or cost")
+        for name in ("evict_high_ratio", "evict_low_ratio"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UsageError(f"{name} is above 0 and at most 1", got=getattr(self, name))
         rules = (
             (0 < self.tick_ms <= self.suspect_ms, "tick_ms", "suspect_ms"),
             (self.heartbeat_ms >= 10, "10", "heartbeat_ms"),
@@ -66,7 +69,7 @@ class CatalogSettings:
             (0 < self.lease_ms <= self.lease_max_ms, "lease_ms", "lease_max_ms"),
             (0 < self.grant_margin_ms <= self.grant_ttl_ms, "grant_margin_ms", "grant_ttl_ms"),
             (
-                0 < self.evict_low_ratio <= self.evict_high_ratio <= 1,
+                self.evict_low_ratio <= self.evict_high_ratio,
                 "evict_low_ratio",
                 "evict_high_ratio",
             ),

@@ -14,7 +14,9 @@ process with all objects, so nothing is drained (`segment_file.py`).
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -26,7 +28,7 @@ import numpy as np
 from mooncake_py import errors
 from mooncake_py._native.segment import OwnedSegment
 from mooncake_py.clock import Clock, Deadline, SystemClock
-from mooncake_py.config import NodeSettings, join_address, split_address
+from mooncake_py.config import NodeSettings, join_address, listen_remedy, split_address
 from mooncake_py.errors import MooncakeError
 from mooncake_py.master.client import MasterClient
 from mooncake_py.master.commands import Drain, DrainInfo, Heartbeat, Mount, Unmount
@@ -95,9 +97,10 @@ class Node:
                     f"--transports {settings.transports}: {error.cause}",
                     remedy="mend what is named (mooncake doctor), or allow tcp as well",
                 ) from None
+            ours = os.strerror(errno.EADDRNOTAVAIL) not in error.cause
             raise errors.UsageError(
                 f"--listen {settings.listen}: {error.cause}",
-                remedy="choose another --listen, or stop the process that has it",
+                remedy=listen_remedy("--listen", 0 if ours else errno.EADDRNOTAVAIL),
             ) from None
         stack.callback(self._engine.close)
         port = self._engine.address.rpartition(":")[2]

@@ -151,6 +151,12 @@ def test_an_output_that_cannot_be_written_is_one_line(at: tuple[str, str]) -> No
         assert b"No space left on device. Remedy: " in lost.stderr
 
 
+def test_a_node_that_is_not_there_is_no_miss_of_a_cache(at: tuple[str, str]) -> None:
+    for words in (["drain", "nope"], ["copy", "k", "--to", "nope"]):
+        error = CliRunner().invoke(cli, [*words, *at]).exception
+        assert str(error).endswith(". Remedy: mooncake status lists the nodes")
+
+
 @pytest.mark.parametrize(
     "words", [["get", "k"], ["put", "k"], ["exists", "k"], ["rm", "k"], ["ls"], ["status"]]
 )

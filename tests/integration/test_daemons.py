@@ -133,6 +133,15 @@ def test_a_port_in_use_is_one_line(launch: Callable[..., Daemon]) -> None:
         assert_one_clear_line(refused, "mooncake-node", address, in_use)
 
 
+@pytest.mark.parametrize("module", [MASTER, NODE])
+def test_an_address_of_another_machine_is_one_line(
+    launch: Callable[..., Daemon], module: str
+) -> None:
+    refused = launch(module, "--listen", "192.0.2.1:0")
+    name = "mooncake-master" if module == MASTER else "mooncake-node"
+    assert_one_clear_line(refused, name, "192.0.2.1:0", "this machine has no such address")
+
+
 def test_an_unwritable_path_is_one_line(launch: Callable[..., Daemon]) -> None:
     path = "/proc/no-such-folder/metadata"
     refused = launch(MASTER, "--listen", "127.0.0.1:0", "--metadata", path)

@@ -6,7 +6,17 @@ import pytest
 from catalog_model import Driver, check_invariants
 
 from mooncake_py.errors import ObjectNotFound, UsageError
-from mooncake_py.master.commands import Heartbeat, Mount, Mounted, Refused, Report, Tick, Unmount
+from mooncake_py.master.commands import (
+    Drain,
+    DrainInfo,
+    Heartbeat,
+    Mount,
+    Mounted,
+    Refused,
+    Report,
+    Tick,
+    Unmount,
+)
 from mooncake_py.master.settings import CatalogSettings
 
 KIB = 1024
@@ -282,3 +292,14 @@ def test_a22_silence_while_the_master_itself_stood_still_proves_nothing(driver: 
     driver.now_ms += S.dead_ms
     driver.apply(Tick(excused_ms=10))
     assert driver.exists([b"k"]) == [0]
+
+
+def test_a_node_that_is_away_cannot_be_drained_and_says_so(driver: Driver) -> None:
+    mounted = driver.apply(Mount("b", 1, "b:1", 1, 64 * KIB, "b", keeps=True)).reply
+    assert isinstance(mounted, Mounted)
+    driver.apply(Unmount("b", 1, mounted.segment_id, returns=True))
+    assert state_of(driver, mounted.segment_id) == "away"
+    refused = driver.apply(Drain("b")).reply
+    assert isinstance(refused, Refused)
+    assert "is away: nothing can be moved off it" in refused.cause
+    assert isinstance(driver.apply(Drain("b", cancel=True)).reply, DrainInfo)

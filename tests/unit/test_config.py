@@ -76,6 +76,15 @@ def test_a84_what_is_no_address_is_refused(text: str) -> None:
         split_address(text)
 
 
+def test_what_is_written_wrongly_comes_with_how_to_write_it() -> None:
+    with pytest.raises(UsageError, match=r"segment_bytes: '64XB' is no size\. Remedy: write it"):
+        resolve(NodeSettings, "node", {"segment_bytes": "64XB"}, {})
+    with pytest.raises(UsageError, match="Remedy: write HOST:PORT, without a scheme"):
+        split_address("http://127.0.0.1:50051")
+    with pytest.raises(UsageError, match="evict_high_ratio is above 0 and at most 1"):
+        CatalogSettings(evict_high_ratio=2).validate()
+
+
 def test_values_that_cannot_be_read_name_the_setting() -> None:
     with pytest.raises(UsageError, match=r"stop_ms: 'soon' is no duration"):
         resolve(MasterSettings, "master", {"stop_ms": "soon"}, {})
