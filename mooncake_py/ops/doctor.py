@@ -6,21 +6,28 @@ Each check looks at the thing itself (loads the core, makes the memory), not at 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import mmap
 import os
+import resource
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mooncake_py.config import state_folder
 from mooncake_py.ops.sizes import size_text
 
 _OLDEST = (3, 11)
 _MEMORY_COMFORT_BYTES = 2 << 30  # the replay with its defaults
 _PROBE_BYTES = 1 << 20
+_SEGMENT_BYTES = 1 << 30  # of a node, unless it is told otherwise
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,56 @@ def _torch() -> Finding:
     return Finding("torch", True, False, "installed: CPU tensors can be put and got")
 
 
+def _rdma() -> Finding:
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        fix = "apt install libibverbs1 ibverbs-providers, if there are RDMA cards; else it is tcp"
+        return Finding("RDMA", False, False, "libibverbs.so.1 does not load", fix)
+    try:
+        devices = sorted(os.listdir(_RDMA_DEVICES))
+    except OSError:
+        devices = []
+    if not devices:
+        fix = "load the driver, if there are RDMA cards, and give /dev/infiniband to a container"
+        return Finding("RDMA", False, False, "libibverbs loads; no device", fix)
+    return Finding("RDMA", True, False, f"libibverbs loads; devices: {', '.join(devices)}")
+
+
+def _locked_memory() -> Finding:
+    """Only RDMA locks memory: that of a node, and what clients register."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", True, False, "no limit")
+    enough = soft >= _SEGMENT_BYTES
+    fix = "" if enough else "for RDMA: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit"
+    return Finding("locked memory", enough, False, f"limit {size_text(soft)}", fix)
+
+
+def _shm_folder() -> Finding:
+    """Anonymous segments need no room there; files that outlive their node do."""
+    fix = "for --segment-file there: mount a larger one (containers: --shm-size)"
+    return _room("/dev/shm", _SHM, fix)
+
+
+def _state_folder() -> Finding:
+    fix = "make room there, or give the master --metadata PATH on another disk"
+    return _room("state folder", Path(state_folder()), fix)
+
+
+def _room(part: str, folder: Path, fix: str) -> Finding:
+    """Of a folder, or of the one in which it will be made."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK):
+        return Finding(part, False, False, f"{folder} cannot be written", fix)
+    enough = free >= _SEGMENT_BYTES
+    return Finding(
+        part, enough, False, f"{size_text(free)} free at {folder}", "" if enough else fix
+    )
+
+
 _CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
     _native_core,
@@ -119,4 +176,8 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _free_memory,
     _ipv6,
     _torch,
+    _rdma,
+    _locked_memory,
+    _shm_folder,
+    _state_folder,
 )

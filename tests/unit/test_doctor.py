@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
+import resource
+import shutil
 import socket
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,3 +64,23 @@ def test_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_limits", lambda: [1 << 20, 1 << 40])
     assert finding("free memory").found == "1.0 MiB"
     assert "--segment-bytes" in finding("free memory").fix
+
+
+def test_what_rdma_and_files_need_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", fail_with(OSError("no such file")))
+    assert "apt install libibverbs1" in finding("RDMA").fix
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(doctor, "_RDMA_DEVICES", tmp_path)
+    assert finding("RDMA").found == "libibverbs loads; no device"
+    (tmp_path / "mlx5_0").touch()
+    assert finding("RDMA").found.endswith("devices: mlx5_0")
+    for limit, ok in ((8 << 20, False), (resource.RLIM_INFINITY, True)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert finding("locked memory").ok is ok
+    monkeypatch.setattr(doctor, "_SHM", tmp_path / "not" / "there")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for free, ok in ((1 << 20, False), (1 << 40, True)):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        assert (finding("/dev/shm").ok, finding("state folder").ok) == (ok, ok)
+    assert str(tmp_path) in finding("state folder").found
