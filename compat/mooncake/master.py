@@ -46,6 +46,7 @@ NEEDLESS = frozenset(
 )  # fmt: skip
 # Values that ask for nothing, of flags that are otherwise refused.
 OFF = frozenset({"false", "0", "no", "off", ""})
+HELP = frozenset({"-h", "-help", "--help", "--helpfull", "--helpshort"})
 _UNITS_MS = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000}
 
 
@@ -155,7 +156,18 @@ def parse(given: list[str]) -> dict[str, str]:
     return flags
 
 
+def usage() -> str:
+    """Which flags mean what here."""
+    lines = ["mooncake_master [--FLAG=VALUE ...], which runs mooncake-master. Supported flags:", ""]
+    lines += [f"  --{name:31} {meaning}" for name, meaning in TRANSLATED.items()]
+    needless = ", ".join(sorted(NEEDLESS))
+    return "\n".join([*lines, "", f"Accepted, and without a meaning here: {needless}."])
+
+
 def main() -> None:
+    if HELP & set(sys.argv[1:]):
+        print(usage())
+        return
     command = [sys.executable, "-m", "mooncake_py.master.server", *arguments_of(sys.argv[1:])]
     os.execv(command[0], command)
 

@@ -346,7 +346,7 @@ def _terminated(_signal: int, _frame: object) -> None:
 def main() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="mooncake", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(EXIT_USAGE)

@@ -183,3 +183,6 @@ def test_f68_flags_are_translated_and_unknown_ones_refused_by_name(installed: En
     refused = installed.run("mooncake_master", "--enable_snapshot")
     assert refused.returncode == 1
     assert "--enable_snapshot" in refused.stderr
+    told = installed.run("mooncake_master", "--help")
+    assert told.returncode == 0
+    assert "--default_kv_lease_ttl            lease_ms\n" in told.stdout
