@@ -27,7 +27,7 @@ from mooncake_py._native import memory
 from mooncake_py._native.segment import OwnedSegment
 from mooncake_py.errors import MooncakeError, error_of
 from mooncake_py.model import EXTENT_HEADER_BYTES
-from mooncake_py.store.disk_files import DiskFiles
+from mooncake_py.store.disk_files import DiskFiles, DiskFull
 from mooncake_py.store.disk_index import DiskObject
 from mooncake_py.store.master_time import MasterTime
 from mooncake_py.transfer import Memory
@@ -96,6 +96,7 @@ class DiskCopier:
         self._offloads: deque[CopyTask] = deque()
         self._promotions: deque[CopyTask] = deque()
         self._closing = False
+        self._trouble = ""  # why the disk takes nothing just now
         self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="mooncake-disk-write")
         self._threads = [
             threading.Thread(target=self._run, args=each, name=name, daemon=True)
@@ -177,6 +178,8 @@ class DiskCopier:
             for found, _ in written:
                 self._done(found.generation, code)
             return
+        if len(written) == len(tasks):
+            self._recovered()
         for found, _ in written:
             self.counters.offloads += 1
             self.counters.offload_bytes += found.length
@@ -223,13 +226,28 @@ class DiskCopier:
     def _count_failure(self, error: Exception) -> int:
         if isinstance(error, errors.OutOfSpace):
             self.counters.offloads_full += 1
+            if isinstance(error, DiskFull):
+                self._troubled("it is full")
             return error.code
         if isinstance(error, errors.LeaseExpired | errors.ChecksumMismatch):
             self.counters.offloads_stale += 1
             return error.code
         self.counters.offloads_failed += 1
-        log.warning("an object could not be offloaded: %s", error)
+        self._troubled(str(error))
         return errors.InternalError.code
+
+    def _troubled(self, cause: str) -> None:
+        """The master stops offloading for a while, twice as long each time: said once, not for
+        every object."""
+        with self._changed:
+            before, self._trouble = self._trouble, cause
+        if not before:
+            log.warning("the disk %s pauses: %s; objects are dropped", self._files.path, cause)
+
+    def _recovered(self) -> None:
+        if self._trouble:
+            log.warning("the disk %s resumes: it takes objects again", self._files.path)
+        self._trouble = ""
 
     # --- disk to memory -------------------------------------------------------------------------
 

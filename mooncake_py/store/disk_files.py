@@ -51,6 +51,10 @@ class DiskFailed(OSError):
     """The disk does not do what it is asked; what was asked has not happened."""
 
 
+class DiskFull(OutOfSpace):
+    """It is the file system that has no room, not the configured limit that is reached."""
+
+
 class DiskFiles:
     """The objects in one folder.
 
@@ -73,6 +77,7 @@ class DiskFiles:
             self._index = self._open_index()
             self.disk_id = self._index.keep("disk_id", secrets.randbits(62) | 1)
             self._reconcile()
+            self._compare_room()
         except (OSError, sqlite3.Error) as error:
             self.close()
             cause = error.strerror if isinstance(error, OSError) else str(error)
@@ -147,6 +152,17 @@ class DiskFiles:
         gone = set(lost)
         self._sizes = {g: disk_bytes(n) for g, n in wanted.items() if g not in gone}
         self._used = sum(self._sizes.values())
+
+    def _compare_room(self) -> None:
+        """Said at start: later it looks like a disk that is full too early."""
+        found = os.statvfs(self.path)
+        room = self._used + found.f_bavail * found.f_frsize
+        if room < self.nbytes_max:
+            log.warning(
+                "--disk %s: its file system has room for %d bytes, --disk-size is %d; what does "
+                "not fit is dropped. Remedy: make room there, or lower --disk-size",
+                self.path, room, self.nbytes_max,
+            )  # fmt: skip
 
     # --- numbers --------------------------------------------------------------------------------
 
@@ -359,11 +375,11 @@ def _generation_of(name: str) -> int:
 
 def _translated(error: OSError) -> Exception:
     if error.errno in _FULL:
-        return OutOfSpace("the disk is full", free="0")
+        return DiskFull("the disk is full", free="0")
     return DiskFailed(error.errno, error.strerror)
 
 
 def _translated_sqlite(error: sqlite3.Error) -> Exception:
     if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
-        return OutOfSpace("the disk is full", free="0")
+        return DiskFull("the disk is full", free="0")
     return DiskFailed(errno.EIO, str(error))

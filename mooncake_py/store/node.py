@@ -30,7 +30,7 @@ SWITCH_SECONDS = 0.0005  # threads hand over the interpreter this soon: pulls be
 @click.option("--advertise", metavar="HOST", help="Host under which others reach this one.")
 @click.option("--segment-bytes", metavar="SIZE", help="Memory to offer. [1GiB]")
 @click.option(
-    "--segment-file", metavar="PATH", help="Memory that outlives the node (tmpfs or disk)."
+    "--segment-file", metavar="PATH", help="Memory that outlives the node; not mapped by readers."
 )
 @click.option("--disk", metavar="PATH", help="Folder of the disk tier. [none]")
 @click.option("--disk-size", "disk_size_bytes", metavar="SIZE", help="What it may take. [10GiB]")
@@ -50,6 +50,7 @@ def main(show: bool, **given: str | None) -> None:
     try:
         config.refuse_unknown(PROCESS, [f.name for f in fields(NodeSettings)])
         settings, origins = config.resolve(NodeSettings, PROCESS, given)
+        _check_disk(settings, origins)
         if show:
             click.echo("\n".join(map(str, origins)))
             return
@@ -58,6 +59,17 @@ def main(show: bool, **given: str | None) -> None:
     except MooncakeError as error:
         click.echo(f"mooncake-node: {error}", err=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _check_disk(settings: NodeSettings, origins: list[Origin]) -> None:
+    """UsageError: the size of a disk tier without its folder; nothing would be kept on any disk."""
+    for origin in origins:
+        given = origin.name.startswith("disk_") and origin.source != "default"
+        if given and not settings.disk:
+            raise UsageError(
+                f"{origin.name} is set ({origin.source}), and there is no --disk",
+                remedy="name the folder with --disk PATH, or leave the setting out",
+            )
 
 
 def _serve(settings: NodeSettings, origins: list[Origin]) -> None:
@@ -82,7 +94,7 @@ def _serve(settings: NodeSettings, origins: list[Origin]) -> None:
         click.echo(
             f"mooncake-node ready name={node.name} engine={node.address} master={settings.master} "
             f"segment_bytes={node.segment_bytes} transports={settings.transports} "
-            f"health={node.health}"
+            f"health={node.health} mapped={'no' if settings.segment_file else 'yes'}"
         )
     stop.wait()
     log.info("draining")

@@ -16,6 +16,7 @@ and whenever it has grown much larger than what it tells of.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -26,13 +27,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mooncake_py._native.segment import Adopted, OwnedSegment
-from mooncake_py.errors import UsageError
+from mooncake_py.errors import OutOfSpace, UsageError
 from mooncake_py.transfer import FileMemory
 
 log = logging.getLogger(__name__)
 
 LAYOUT = 1
 JOURNAL_SLACK_BYTES = 16 << 20  # beyond four times what is told, the journal is written anew
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _ENTRY_BYTES = 256  # about what one extent takes in it
 
 
@@ -64,16 +66,37 @@ class SegmentFile:
             starting.callback(os.close, self._fd)
             self.former = self._read_identity(nbytes)
             if self.former is None:
+                starting.callback(self._discard)
                 self._begin(nbytes)
-            self.memory = FileMemory(self._fd, nbytes)
+            self.memory = self._map(nbytes)
             starting.pop_all()
         self.identity = Identity(nbytes, *self._belonging())
+
+    def _map(self, nbytes: int) -> FileMemory:
+        try:
+            return FileMemory(self._fd, nbytes)
+        except OutOfSpace:
+            raise self._no_room(nbytes) from None
+
+    def _no_room(self, nbytes: int) -> OutOfSpace:
+        return OutOfSpace(
+            f"--segment-file {self._path}: its file system has no room for {nbytes} bytes",
+            remedy="make room there or choose a smaller --segment-bytes",
+        )
+
+    def _discard(self) -> None:
+        """A first start has failed. Nothing of use is in the files, and they may fill a tmpfs."""
+        for path in (self._path, self._beside(".json"), self._beside(".json.new")):
+            with suppress(OSError):
+                path.unlink()
 
     def _begin(self, nbytes: int) -> None:
         """Say whose it is before it has a byte: a start that fails half-way can be made again."""
         try:
             self.remember(Identity(nbytes))
         except OSError as error:
+            if error.errno in _FULL:
+                raise self._no_room(nbytes) from None
             raise UsageError(
                 f"beside --segment-file {self._path} nothing can be written: {error.strerror}",
                 remedy="give a path in a folder that this user may write, with free space",
@@ -142,8 +165,15 @@ class SegmentFile:
                             adopted = segment.adopt(journal)
             except OSError as error:
                 log.warning("the journal of %s cannot be read: %s", self._path, error)
-        self.remember(self.identity)
-        self.renew_journal(segment)
+        try:
+            self.remember(self.identity)
+            self.renew_journal(segment)
+        except (OSError, OutOfSpace) as error:
+            if self.former is None:
+                self._discard()
+            if isinstance(error, OutOfSpace) or error.errno in _FULL:
+                raise self._no_room(self.identity.nbytes) from None
+            raise
         return adopted
 
     # --- keeping --------------------------------------------------------------------------------

@@ -70,8 +70,9 @@ class Memory(_Mapped):
 
 class FileMemory(Memory):
     """The first `nbytes` (whole pages) of a file that is open for reading and writing; it outlives
-    this process. The descriptor stays the caller's. Peers on this host that belong to the same user
-    may map it read-only. Raises OutOfSpace, UsageError."""
+    this process. The descriptor stays the caller's. Peers on this host copy from it
+    through the kernel and never map it: whoever cuts a file short would end their processes, and
+    only a memfd can promise that nobody does (F_SEAL_SHRINK). Raises OutOfSpace, UsageError."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         base = memory_open_file(fd, nbytes)

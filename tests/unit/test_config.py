@@ -14,6 +14,7 @@ from mooncake_py.errors import UsageError
 from mooncake_py.master.server import load_settings, main
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.model import RELEASE
+from mooncake_py.store.node import main as node_main
 
 
 def test_c06_every_value_says_where_it_came_from() -> None:
@@ -166,3 +167,15 @@ def test_a86_the_help_names_the_real_defaults() -> None:
 def test_state_is_kept_where_the_user_keeps_it() -> None:
     assert config.state_folder({"XDG_STATE_HOME": "/x"}) == "/x/mooncake"
     assert config.state_folder({}).endswith("/.local/state/mooncake")
+
+
+def test_c07_the_size_of_a_disk_without_its_folder_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is 10 GiB anyway, and yet who gives it expects a disk."""
+    for words in (["--disk-size", "10GiB"], []):
+        done = CliRunner().invoke(node_main, [*words, "--settings"])
+        assert done.exit_code == 2, done.output
+        assert "there is no --disk" in done.output
+        assert CliRunner().invoke(node_main, [*words, "--disk", "/x", "--settings"]).exit_code == 0
+        monkeypatch.setenv("MOONCAKE_NODE_DISK_SIZE_BYTES", "10GiB")

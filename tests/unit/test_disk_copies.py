@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -84,6 +85,26 @@ def test_a81_an_offload_that_is_ordered_again_is_done_once(desk: Desk) -> None:
     assert (desk.files.used_bytes, desk.files.count) == (disk_bytes(LENGTH), 1)
     assert desk.files.delete([7]) == 1
     assert desk.files.used_bytes == 0
+
+
+def test_a80_a_disk_that_pauses_and_resumes_says_so_once(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.files, "_write_file", full)
+        for count in (1, 2, 3):
+            desk.copier.offload([desk.task(1)])
+            desk.wait_done(count)
+    desk.copier.offload([desk.task(1)])
+    assert [code for _, code in desk.wait_done(4)] == [errors.OutOfSpace.code] * 3 + [errors.OK]
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [("pauses: it is full" in line, "resumes: " in line) for line in lines] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_f42_a_promotion_into_memory_that_was_mounted_anew_leaves_nothing(desk: Desk) -> None:

@@ -259,3 +259,14 @@ def test_f41_a_deletion_is_durable_and_takes_the_file(tmp_path: Path) -> None:
         with closing(sqlite3.connect(path / "index.db")) as other:  # as after a kill right now
             assert other.execute("SELECT count(*) FROM objects").fetchone() == (0,)
             assert other.execute("SELECT count(*) FROM small").fetchone() == (0,)
+
+
+def test_f41_a_file_system_smaller_than_the_limit_is_named_at_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    DiskFiles(str(tmp_path / "small"), 1 << 20).close()
+    assert not caplog.records
+    DiskFiles(str(tmp_path / "large"), 1 << 60).close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"--disk-size is {1 << 60}" in line
+    assert "room for" in line
