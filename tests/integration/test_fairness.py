@@ -133,22 +133,24 @@ def test_f48_short_calls_are_served_between_the_steps_of_one_long_call() -> None
         Cluster(ClusterOptions(node_count=0)) as cluster,
         filled(cluster) as client,
     ):
-        over = threading.Event()
-
-        def long() -> None:
-            try:
-                look_for_a_pattern(client)
-            finally:
-                over.set()
-
-        served = 0
         short = MasterClient(cluster.address, clock=SystemClock())
         short.connect(timeout_ms=T)
-        thread = threading.Thread(target=long)
-        thread.start()
-        while not over.is_set():
-            short.exists("t", [name_of(1)], timeout_ms=T)
-            served += not over.is_set()
-        thread.join(T / 1000)
+        served: list[int] = []  # during each of the long calls
+        while max(served, default=0) < 2 and len(served) < 20:  # a busy machine may run none of us
+            over = threading.Event()
+
+            def long(over: threading.Event = over) -> None:
+                try:
+                    look_for_a_pattern(client)
+                finally:
+                    over.set()
+
+            thread = threading.Thread(target=long)
+            thread.start()
+            served.append(0)
+            while not over.is_set():
+                short.exists("t", [name_of(1)], timeout_ms=T)
+                served[-1] += not over.is_set()
+            thread.join(T / 1000)
         short.close()
-        assert served >= 2, "one step at a time, and others in between"
+        assert max(served) >= 2, "one step at a time, and others in between"
