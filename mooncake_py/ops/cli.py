@@ -1,7 +1,7 @@
 """`mooncake`: look into a cluster, put and get by hand, replay requests.
 
-Exit codes: 0 success, 1 failure, 2 wrong usage, 3 no such object, 130 interrupted. With --json the
-answer is one JSON value on standard output; errors are one line on standard error either way.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 3 no such object or node, 130 interrupted. With
+--json the answer is one JSON value on standard output; errors are one line on standard error.
 """
 
 from __future__ import annotations
