@@ -84,6 +84,7 @@ def main(pairs: tuple[str, ...], show: bool, **given: str | None) -> None:
 def _serve(settings: MasterSettings, catalog: CatalogSettings, origins: list[Origin]) -> None:
     config.silence_grpc_core()
     from mooncake_py.master.process import Master  # noqa: PLC0415  (loads gRPC's core)
+    from mooncake_py.transfer.advertised import warn_of_unknown_host  # noqa: PLC0415
 
     stop = StopSignals()
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -93,6 +94,7 @@ def _serve(settings: MasterSettings, catalog: CatalogSettings, origins: list[Ori
     chosen = [str(origin) for origin in origins if origin.source != "default"]
     log.info("settings %s", " ".join([*chosen, "all others default"]))
     log.info("catalog %s", master.recovered)
+    warn_of_unknown_host(settings.advertise)
     if not stop.came():
         click.echo(
             f"mooncake-master ready grpc={master.grpc} lane={master.lane} "

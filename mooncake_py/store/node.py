@@ -75,11 +75,13 @@ def _check_disk(settings: NodeSettings, origins: list[Origin]) -> None:
 def _serve(settings: NodeSettings, origins: list[Origin]) -> None:
     config.silence_grpc_core()
     from mooncake_py.store.node_process import Node  # noqa: PLC0415  (loads gRPC's core)
+    from mooncake_py.transfer.advertised import warn_of_unknown_host  # noqa: PLC0415
 
     stop = StopSignals(raises=True)
     sys.setswitchinterval(SWITCH_SECONDS)
     chosen = [str(origin) for origin in origins if origin.source != "default"]
     log.info("settings %s", " ".join(chosen) or "all default")
+    warn_of_unknown_host(settings.advertise)
     node: Node | None = None
     try:
         node = Node(settings)
