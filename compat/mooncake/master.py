@@ -164,11 +164,31 @@ def usage() -> str:
     return "\n".join([*lines, "", f"Accepted, and without a meaning here: {needless}."])
 
 
+def warning_of(arguments: list[str]) -> str:
+    """What upstream's defaults mean for a command line of mooncake-master; "": nothing to say."""
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    listen, told = given["--listen"], []
+    if listen.rpartition(":")[0].strip("[]") not in ("127.0.0.1", "localhost", "::1"):
+        told.append(
+            f"listens on {listen} without authentication: whoever reaches that port can read, "
+            "replace and delete every object (--rpc_address=HOST: one of a trusted network)"
+        )
+    if given["--metadata"] == "memory":
+        told.append(
+            "keeps its metadata in memory: after a restart quotas and what is on disks alone are "
+            "lost, and the rest is asked of the nodes (mooncake-master --metadata PATH keeps it)"
+        )
+    return "; ".join(told)
+
+
 def main() -> None:
     if HELP & set(sys.argv[1:]):
         print(usage())
         return
-    command = [sys.executable, "-m", "mooncake_py.master.server", *arguments_of(sys.argv[1:])]
+    arguments = arguments_of(sys.argv[1:])
+    if warning := warning_of(arguments):
+        print(f"WARNING mooncake_master {warning}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "mooncake_py.master.server", *arguments]
     os.execv(command[0], command)
 
 

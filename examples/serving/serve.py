@@ -27,8 +27,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(
+        "serve.py: there is no torch in this environment. "
+        "Remedy: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+    )
+
 import report
-import torch
 from decoder import SHAPES
 from report import Column
 from service import ARCHITECTURES, Service, victims

@@ -238,6 +238,9 @@ def test_f68_the_name_mooncake_leads_here_and_flags_are_translated() -> None:
         "assert mooncake.engine.TransferEngine and mooncake.store.ObjectDataType;"
         "print(m.arguments_of(['--rpc_port=50052','-metrics_port','9004','--rpc-address=127.0.0.1',"
         "'--enable_http_metadata_server=true','--default_kv_lease_ttl=7000','--logtostderr']));"
+        "print(m.warning_of(m.arguments_of([])));"
+        "own = m.arguments_of(['--rpc_address=127.0.0.1','--enable_ha','--etcd_endpoints=h:1']);"
+        "assert not m.warning_of(own);"
         "m.arguments_of(['--enable_snapshot','--root_fs_dir=/x'])"
     )
     done = subprocess.run(
@@ -247,5 +250,7 @@ def test_f68_the_name_mooncake_leads_here_and_flags_are_translated() -> None:
     )  # fmt: skip
     assert "--listen', '127.0.0.1:50052'" in done.stdout
     assert "'--set', 'lease_ms=7000'" in done.stdout
+    assert "listens on 0.0.0.0:50051 without authentication" in done.stdout
+    assert "metadata in memory" in done.stdout
     assert "not supported: --enable_snapshot, --root_fs_dir" in done.stderr
     assert done.returncode == 1

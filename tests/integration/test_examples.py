@@ -44,3 +44,21 @@ def test_a_killed_prefill_process_is_resumed_where_it_was() -> None:
     finally:
         decoder.kill()
         decoder.communicate()
+
+
+def test_c07_serving_without_torch_is_one_line_with_the_remedy() -> None:
+    program = (
+        "import runpy, sys; sys.modules['torch'] = None;"
+        f"runpy.run_path({str(ROOT / 'examples' / 'serving' / 'serve.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "all"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "Remedy: pip install torch" in line
