@@ -78,7 +78,8 @@ class NodeLog:
             log.warning("%s is suspect: last heard of %d ms ago; not used until it is heard again",
                         name, silent_ms)  # fmt: skip
         elif state == AWAY:
-            log.warning("%s is away: what it keeps in its file or on its disk waits for it", name)
+            level = logging.INFO if gone == LEFT else logging.WARNING
+            log.log(level, "%s is away: its file or disk keeps what it holds", name)
         elif state == DRAINING:
             log.info("%s is draining: it takes nothing new", name)
         elif state == ALIVE:

@@ -206,8 +206,9 @@ def quota(tenant: str, master: str, timeout_ms: int, as_json: bool, **given: Any
         policy = given["policy"] or POLICIES[0]
         wish = SetQuota(tenant, bytes_max, keys_max, policy, remove)
         quotas.change(master, wish, timeout_ms)
-    found = [t for t in quotas.tenants(master, timeout_ms) if tenant in ("", t.name)]
-    words = [quotas.line(each) for each in found] or [f"{tenant}: nothing, and no quota"]
+    known = quotas.tenants(master, timeout_ms)
+    found = [each for each in known if tenant in ("", each.name)]
+    words = [quotas.line(each) for each in found] or [quotas.unknown(tenant, len(known))]
     answer(as_json, [quotas.as_dict(each) for each in found], *words)
 
 

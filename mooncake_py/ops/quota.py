@@ -35,5 +35,12 @@ def line(tenant: TenantInfo) -> str:
     return f"{held}; quota {nbytes}, {keys}, {tenant.policy}"
 
 
+def unknown(tenant: str, known_count: int) -> str:
+    """Of a tenant that the master does not name; it names the first hundred or so."""
+    if not tenant:
+        return "no tenant holds anything or has a quota"
+    return f"{tenant} is not among the {known_count} tenants that the master names"
+
+
 def as_dict(tenant: TenantInfo) -> dict[str, object]:
     return asdict(tenant)

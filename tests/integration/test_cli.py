@@ -127,6 +127,7 @@ def test_tenants_have_keys_and_quotas_of_their_own(at: tuple[str, str]) -> None:
     assert (shown["keys"], shown["keys_max"], shown["policy"]) == (1, 1, "reject")
     assert said("quota", "b", "--remove", *at).endswith("; no quota\n")
     assert said("rm", "cli/t/1", "--force", *of_b) == "1 removed\n"
+    assert "nobody is not among the " in said("quota", "nobody", *at)
     for wrong in (["b", "--policy", "borrow"], ["b", "--keys", "1", "--remove"], ["--keys", "1"]):
         assert said("quota", *wrong, *at) == "UsageError"
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 from catalog_model import Driver
 
-from mooncake_py.master.commands import Drain, Unmount
+from mooncake_py.master.commands import Drain, Mount, Mounted, Unmount
 from mooncake_py.master.node_log import LEFT, REPLACED, SILENT, NodeLog
 from mooncake_py.master.settings import CatalogSettings
 
@@ -59,6 +59,23 @@ def test_drains_and_leaving_are_told(caplog: pytest.LogCaptureFixture) -> None:
         "has left; 0 bytes go with it",
     ]
     assert caplog.records[-1].levelno == logging.INFO, "nothing to worry about"
+
+
+def test_a_node_that_leaves_its_file_is_away_and_comes_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "mooncake_py.master.node_log")
+    driver, log = Driver(), NodeLog()
+    mount = Mount("a", 1, "a:1", 1, 64 * KIB, "a", keeps=True)
+    for gone in (LEFT, SILENT):
+        assert isinstance(driver.apply(mount).reply, Mounted)
+        look(log, driver, REPLACED)
+        driver.apply(Unmount("a", 1, 1, returns=True))
+        look(log, driver, gone)
+    told = [line.removeprefix("node a (segment 1) ") for line in caplog.messages[1:]]
+    assert told == [away := "is away: its file or disk keeps what it holds", "is back", away]
+    levels = [record.levelno for record in caplog.records]
+    assert (levels[1], levels[3]) == (logging.INFO, logging.WARNING)
 
 
 def test_a_node_that_was_started_anew_is_told(caplog: pytest.LogCaptureFixture) -> None:
