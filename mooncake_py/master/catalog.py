@@ -15,7 +15,7 @@ the leader, in a standby, after recovery and in the simulator. One thread calls 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -66,6 +66,7 @@ from mooncake_py.master.commands import (
 )
 from mooncake_py.master.disk_commands import DiskWork
 from mooncake_py.master.evicting import evict
+from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import GONE, Segment
 from mooncake_py.master.replay import RestoreReport
 from mooncake_py.master.settings import CatalogSettings
@@ -87,7 +88,7 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
     state.order.retry()
     more = state.expire_grants(work, now_ms, step)
     more |= state.free_rested(now_ms, step)
-    more |= state.end_ttls(work, now_ms, step)
+    more |= _end_ttls(state, work, now_ms, step)
     state.members.excuse(command.excused_ms, now_ms)
     nodes.judge(state, work, now_ms, command.bury)
     nodes.reclaim(state, work, now_ms)
@@ -108,12 +109,23 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
                 for page, each in tenant.listings.items()
                 if each.used_ms + _LISTING_MS > now_ms
             }
-    work.unseal_all(state.late_unseals.due(now_ms))
+    work.unseal_all(state.lingering.due(now_ms))
     if state.unrecorded.open:
         recovery.refresh(state, now_ms)
     if state.doubts:
         state.doubts = {which: until for which, until in state.doubts.items() if until > now_ms}
     return work.done(Done(more), now_ms)
+
+
+def _end_ttls(state: CatalogState, work: Work, now_ms: int, count_max: int) -> bool:
+    """End no more than so many objects whose time is over; are there others?"""
+    for _ in range(count_max):
+        if not state.ttls.due(now_ms):
+            return False
+        slot = state.ttls.take()
+        if slot >= 0:
+            state.end_object(work, slot, Event.TTL_ENDED, now_ms)
+    return state.ttls.due(now_ms)
 
 
 def _evict_to_watermark(state: CatalogState, work: Work, count_max: int, now_ms: int) -> None:
@@ -225,6 +237,10 @@ class Catalog:
     def adopts_segments(self) -> bool:
         """Has it taken over segments of a cluster whose records are lost?"""
         return self.state.counters["segments_adopted"] > 0
+
+    def told(self, segment_id: int, generations: Sequence[int]) -> None:
+        """The node has unsealed these: nobody reads them any more."""
+        self.state.lingering.told(segment_id, generations)
 
     def has_followers(self, now_ms: int) -> bool:
         """Do nodes report here, at least half of those that are known?"""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mooncake_py.clock import Deadline
-from mooncake_py.errors import ObjectNotFound
+from mooncake_py.errors import MasterUnavailable, ObjectNotFound, PeerUnreachable
 from mooncake_py.master import commands as c
 from mooncake_py.master.disk_commands import DiskWork
 from mooncake_py.master.link import PART_BYTES, MasterLink
@@ -51,6 +51,9 @@ __all__ = [
     "Beat", "ClusterInfo", "Grants", "Listing", "MasterClient", "MountedSegment", "NodeGrant",
     "Placements", "Removed", "Reservations", "Segment", "Status", "TaskBatch",
 ]  # fmt: skip
+
+
+_REMOVE_AGAIN_MS = 50  # from a removal that was not answered for to the next try
 
 
 @contextmanager
@@ -196,13 +199,31 @@ class MasterClient(MasterLink):
     def remove(
         self, tenant: str, keys: Sequence[bytes], *, force: bool = False, timeout_ms: int
     ) -> Removed:
-        """Remove objects; answered once that is durable. `force`: leased and pinned ones, too."""
+        """Remove objects; answered once that is durable and nobody reads them any more. `force`:
+        leased and pinned ones, too. PeerUnreachable: they are gone from the catalog, but a node
+        could not be told, and readers' leases outlast the deadline."""
         deadline = Deadline(timeout_ms, self._clock)
         replies = []
         for start, stop in self._parts(keys, deadline):
             request = answers.remove_request(tenant, keys[start:stop], force)
-            replies.append(self._call(lane.REMOVE, request, deadline))
+            replies.append(self._remove(request, deadline))
         return answers.removed(replies)
+
+    def _remove(self, request: Any, deadline: Deadline) -> Any:
+        """While a node cannot be told, the master answers now and then: ask until it is told or
+        nobody has a lease any more."""
+        known: PeerUnreachable | None = None
+        while True:
+            try:
+                return self._call(lane.REMOVE, request, deadline)
+            except PeerUnreachable as error:
+                known = error
+            except MasterUnavailable:
+                if known is None:
+                    raise
+            if deadline.left_ms() <= _REMOVE_AGAIN_MS:
+                raise known
+            self._pause.wait(_REMOVE_AGAIN_MS / 1000)
 
     def remove_all(
         self,
@@ -222,7 +243,7 @@ class MasterClient(MasterLink):
         cursor = b""
         while not replies or cursor:
             request = answers.remove_all_request(removal, cursor)
-            replies.append(self._call(lane.REMOVE, request, deadline))
+            replies.append(self._remove(request, deadline))
             cursor = replies[-1].cursor
         return answers.removed(replies)
 

@@ -466,6 +466,7 @@ class Unseal:
 
     segment_id: int
     rows: bytes  # EXTENT_ROW
+    read_until_ms: int = 0  # whoever waits for the removal waits for the node, or until then
 
 
 Effect = Unseal
@@ -478,3 +479,4 @@ class Applied:
     effects: list[Effect] = field(default_factory=list)
     durable_first: bool = False
     term_wanted: int = 0  # refused until this master has begun this term (`Catalog.raise_term`)
+    hold_until_ms: int = 0  # an answer that waits for the record waits until then, too

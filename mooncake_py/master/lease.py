@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 from mooncake_py.master.settings import CatalogSettings
 
+LEASE_MARGIN_MS = 10  # clocks count whole ms, at both ends of a lease
+
 
 def lease_length_ms(wish_ms: int, settings: CatalogSettings) -> int:
     """The lease that is granted for this wish: never shorter than the default (the order of

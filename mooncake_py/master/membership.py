@@ -182,6 +182,11 @@ class Membership:
                 return segment
         return None
 
+    @staticmethod
+    def can_be_told(segment: Segment) -> bool:
+        """Is there a node that might unseal what is on it?"""
+        return segment.state != GONE and not (segment.disk is not None and segment.state == AWAY)
+
     def in_memory(self, places: Sequence[int]) -> int:
         """How many of these places are not on a disk."""
         if not self.disks:

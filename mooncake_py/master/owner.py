@@ -14,7 +14,7 @@ Rules:
   Calls that take several steps wait behind those that have not begun (inbox.py).
 * A call whose deadline has passed while it waited is dropped: its caller has gone.
 * Replies marked durable-first leave from the writer thread after the commit, those of removals
-  once the nodes are told, too (unsealer.py). While the store
+  once nobody can read what they removed, too (unsealer.py). While the store
   refuses writes, calls that change the catalog are refused with its words; what is already in the
   catalog stays queued and is written, in order, once the store accepts writes again.
 * A mount may have to wait for a greater term (recovery.py): the writer makes it durable, the owner
@@ -36,7 +36,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from mooncake_py.clock import Clock
-from mooncake_py.errors import Backpressure, MooncakeError
+from mooncake_py.errors import Backpressure, MooncakeError, PeerUnreachable
 from mooncake_py.master.inbox import DOORS, LANE, Call, Inbox, Limits
 from mooncake_py.master.service import Answer, Service
 from mooncake_py.master.snapshots import Slices
@@ -60,6 +60,8 @@ SLICE_MS = 5  # between two steps of a snapshot, which take about one
 BEHIND_MS = 10  # from a tick that left work to the next one; calls are served in between
 DEFECT_PAUSE_MS = 1_000  # until the next tick after one that failed
 APPEND_BYTES = 256  # what a store keeps beside the records of one append, at most
+UNREAD_MS = 3_000  # that a removal waits for its readers' leases, and less than `link.ASK_MS`
+ANSWER_MS = 100  # an answer that comes too late is worth nothing
 STALLED_MS = 2_000  # an owner that has not come round for this long makes the process unhealthy
 
 
@@ -206,6 +208,8 @@ class Owner:
         """With nothing in the inbox the next call of the source is served as it comes. Only now and
         then everything that waits there is fetched, so that urgent calls find their queue."""
         self._rounds += 1
+        if self._unsealer is not None and (told := self._unsealer.take_told()):
+            self._service.told(told)
         if self._rounds % LANE_BURST and self._inbox.empty() and not self._stopping:
             call = self._wait()
         else:
@@ -295,9 +299,22 @@ class Owner:
         """The call as the writer answers it: once nodes have carried out their orders, too."""
         if self._unsealer is None or not answer.orders:
             return call
-        both = Both(call.reply)
-        self._unsealer.push(answer.orders, both.told)
+        both, clock = Both(call.reply), self._clock
+
+        def ended(until_ms: int) -> None:
+            left_ms = until_ms - clock.now_ms()
+            both.told(self._not_told(call.method, left_ms) if until_ms else b"")
+
+        give_up_ms = min(clock.now_ms() + UNREAD_MS, call.expires_ms - ANSWER_MS)
+        self._unsealer.push(answer.orders, ended, give_up_ms)
         return Call(call.method, call.payload, both.durable, call.expires_ms, call.door)
+
+    def _not_told(self, method: Method, left_ms: int) -> bytes:
+        error = PeerUnreachable(
+            "what was to be removed is in the catalog no more, but a node could not be told of it "
+            f"and whoever has a lease may read it for {max(0, left_ms)} ms from now on",
+        )
+        return self._service.refuse(method, error)
 
     def _record(self, records: Sequence[bytes], replies: list[tuple[Call, bytes]]) -> None:
         self._writer.commit(records, replies)

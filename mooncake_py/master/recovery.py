@@ -58,6 +58,7 @@ def begin_term(
     members = state.members
     members.next_segment_id = max(members.next_segment_id, term << _SEGMENT_BITS)
     state.unrecorded.foreign_until_ms = foreign_until_ms
+    state.lingering.begin(term << _GENERATION_BITS, now_ms + state.settings.lease_max_ms)
     record = state.unrecorded.begin(state.next_generation, durable_puts)
     refresh(state, now_ms)
     return record

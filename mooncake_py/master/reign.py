@@ -73,7 +73,6 @@ class Reign:
 
     def __init__(self, setup: Setup, catalog: Catalog, claim: Claim) -> None:
         self._setup = setup
-        self._unsealer: Unsealer | None = None  # without a lane nodes learn from heartbeats
         self._stack = ExitStack()
         with ExitStack() as starting:
             self._start(starting, catalog, claim)
@@ -105,8 +104,7 @@ class Reign:
             self._setup.clock,
             claim.gate,
         )
-        if self._unsealer is not None:
-            self._owner.tell_nodes(self._unsealer)
+        self._owner.tell_nodes(self._unsealer)
         self._owner.count(metrics)
         if isinstance(source, LaneDoor) and claim.gate is opened and not claim.durable_puts:
             self._answer_quickly(source, catalog)
@@ -152,6 +150,8 @@ class Reign:
         settings, listen = self._setup.settings, self._setup.listen
         text = settings.lane_listen
         if text == OFF:
+            self._unsealer = Unsealer(None, self._setup.clock)  # nodes learn from heartbeats
+            stack.callback(self._unsealer.close)
             return Bell(), OFF
         address = (
             str(listen_address(text, "--lane-listen"))

@@ -4,7 +4,8 @@ Rules. An absent key is OK. A leased object stays (OBJECT_LEASED) unless forced;
 stays likewise, so that pins are ended on purpose. A running grant is cancelled: its commit will be
 refused. Removal by prefix reaches only keys of the given tenant that begin with it, and counts what
 it removed and what it kept. The answer waits until this and every earlier record is durable, so
-that nothing comes back from the dead.
+that nothing comes back from the dead, and until nobody reads any more what the keys had, now or
+before (lingering.py).
 
 Removal of all goes in steps, so that nobody waits long behind it: one call ends at most `step_max`
 objects and grants, looks at no more than `_LOOK_MAX` keys, and answers a cursor to go on with. The
@@ -19,8 +20,9 @@ more, and what is in writing is left alone: complete objects only are removed. P
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -42,6 +44,7 @@ _CURSOR = struct.Struct("<QQQ")  # term, slot, generation
 _LOOK_MAX = 8_192  # keys of the tenant that one call looks at
 _STEPS_MAX = 100_000  # of a matcher, in one call
 _PATTERNS_MAX = 4  # that are kept ready for the next call
+_LINGERING_MAX = 16_384  # keys with extents that are read still
 _STRIDE = 65_536  # slots that are compared with the tenant at once
 
 
@@ -65,8 +68,12 @@ def remove(state: CatalogState, command: Remove, now_ms: int) -> Applied:
     work = Work()
     if state.unrecorded.open:
         _bury(state, work, command, now_ms)
-    if tenant is None:
+    if tenant is None:  # or forgotten, with objects that a reader may still have a lease of
         work.durable = True
+        for key in command.keys:
+            _tell_what_lingers(state, work, command.tenant, key)
+        if command.all:
+            _end_all_that_lingers(state, work, command, lambda key: True)
         return work.done(Statuses(bytes(len(command.keys))), now_ms)
     work.durable = True  # also for absent keys: the record of their end may still be on its way
     if command.all:
@@ -109,6 +116,7 @@ def _remove_one(
         leased = state.leased_until(slot) > now_ms
         if leased or state.table.flags[slot] & HARD_PIN:
             return ObjectLeased.code, 0
+    _tell_what_lingers(state, work, tenant.name, key)
     grant = tenant.writing.get(key)
     if grant is not None:
         state.end_grant(work, grant, Event.REMOVE, now_ms)
@@ -116,6 +124,30 @@ def _remove_one(
         return OK, 0
     state.end_object(work, slot, Event.REMOVE, now_ms)
     return OK, 1
+
+
+def _end_all_that_lingers(
+    state: CatalogState, work: Work, command: Remove, ended: Callable[[bytes], bool]
+) -> None:
+    """Keys that have no object any more may have had one that somebody still reads. Of very many
+    nobody is told: their leases are waited for."""
+    if state.lingering.name_count > _LINGERING_MAX:
+        work.hold(state.lingering.latest_ms())
+        return
+    for key in state.lingering.keys(command.tenant):
+        if key.startswith(command.prefix) and ended(key):
+            _tell_what_lingers(state, work, command.tenant, key)
+
+
+def _tell_what_lingers(state: CatalogState, work: Work, tenant: str, key: bytes) -> None:
+    """With the key goes what it had before and somebody may still read."""
+    for until_ms, extents in state.lingering.of(tenant, key):
+        for extent in extents:
+            segment = state.members.by_id.get(extent[0])
+            if segment is not None and state.members.can_be_told(segment):
+                work.unseal_all([extent], until_ms)
+            else:
+                work.hold(until_ms)
 
 
 def _ready(state: CatalogState, text: bytes) -> Pattern:
@@ -169,7 +201,8 @@ class _RemoveAll:
                 yield put, index
 
     def _objects(self, first: int, limit: int, count_max: int) -> Statuses:
-        table, command = self.state.table, self.command
+        state, command = self.state, self.command
+        table = state.table
         removed = kept = tried = 0
         for slot, key in self._keys(first):
             if key is None or tried == count_max or self._tired():
@@ -189,7 +222,16 @@ class _RemoveAll:
             )
             removed += ended
             kept += code != OK
+        wanted = partial(self._ended, limit)
+        _end_all_that_lingers(state, self.work, command, wanted)
         return Statuses(b"", removed, kept)
+
+    def _ended(self, limit: int, key: bytes) -> bool:
+        """Is it one of those that are removed, and was not kept?"""
+        slot = self.tenant.complete.get(key)
+        if slot is not None and self.state.table.generation[slot] < limit:
+            return False
+        return self._pattern is None or self._pattern.found_in(key)
 
     def _tired(self) -> bool:
         return self._pattern is not None and self._pattern.spent > self._steps_max

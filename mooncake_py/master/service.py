@@ -27,6 +27,7 @@ from mooncake_py.master import commands as c
 from mooncake_py.master import node_log
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.disk_commands import DiskTasks, DiskWork
+from mooncake_py.master.lease import LEASE_MARGIN_MS
 from mooncake_py.master.membership import ALIVE, DRAINING
 from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.unsealer import Order
@@ -118,7 +119,7 @@ class Service:
                 0,
                 applied.records,
                 applied.durable_first,
-                orders=self._orders(applied.effects) if applied.durable_first else (),
+                orders=self._orders(applied, now_ms) if applied.durable_first else (),
             )
         except MooncakeError as error:
             return self._refused(method, error)
@@ -310,15 +311,25 @@ class Service:
             while self._unseal_nbytes[effect.segment_id] > UNSEAL_BYTES_MAX:
                 self._unseal_nbytes[effect.segment_id] -= len(waiting.popleft())
 
-    def _orders(self, effects: Sequence[c.Effect]) -> list[Order]:
-        """For nodes that are there."""
+    def _orders(self, applied: c.Applied, now_ms: int) -> list[Order]:
+        """For nodes that are there, and for leases that have to end. A node that is silent may
+        still be read from, so it is told of what somebody may read."""
         orders = []
-        for effect in effects:
+        for effect in applied.effects:
             info = self._catalog.segment(effect.segment_id)
-            if info is not None and info.state in (ALIVE, DRAINING):
+            there = info is not None and info.state in (ALIVE, DRAINING)
+            if info is not None and (there or effect.read_until_ms + LEASE_MARGIN_MS > now_ms):
                 secret = self.grant_secret(effect.segment_id)
-                orders.append(Order(info.address, effect.segment_id, secret, effect.rows))
+                known = (info.address, effect.segment_id, secret, effect.rows)
+                orders.append(Order(*known, effect.read_until_ms))
+        if applied.hold_until_ms + LEASE_MARGIN_MS > now_ms:
+            orders.append(Order("", 0, b"", b"", applied.hold_until_ms))
         return orders
+
+    def told(self, unsealed: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Nodes have unsealed these: (segment id, generations)."""
+        for segment_id, generations in unsealed:
+            self._catalog.told(segment_id, generations)
 
     def _to_unseal(self, segment_id: int) -> bytes:
         waiting = self._unseal.get(segment_id)

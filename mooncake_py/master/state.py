@@ -17,9 +17,9 @@ from mooncake_py.master.disks import DiskLists
 from mooncake_py.master.events import EventLog
 from mooncake_py.master.eviction import EvictionOrder, Links, Lru, Pool
 from mooncake_py.master.groups import Groups
-from mooncake_py.master.late_unseals import Extent, LateUnseals
 from mooncake_py.master.lease import RestingExtents
 from mooncake_py.master.lifecycle import COUNTERS, Event, Promise, State, Unseal, end
+from mooncake_py.master.lingering import Lingering, end_extents, extents_of
 from mooncake_py.master.membership import ALIVE, AWAY, GONE, Leaving, Membership
 from mooncake_py.master.objects import (
     COLD,
@@ -85,7 +85,7 @@ class CatalogState:
         self.leaving: list[Leaving] = []  # segments that are gone, and not yet forgotten
         self.tasks = TaskBook()
         self.unrecorded = Unrecorded()
-        self.late_unseals = LateUnseals()
+        self.lingering = Lingering()
         self.before_drop: Callable[[int], None] | None = None  # of the snapshot in the making
         self._expiries: list[tuple[int, int, Put]] = []
         self._expiry_index = 0  # of the first one: its grants before this one have been looked at
@@ -210,32 +210,29 @@ class CatalogState:
 
     # --- objects --------------------------------------------------------------------------------
 
-    def end_object(self, work: Work, slot: int, event: Event, now_ms: int) -> int:
-        """The object ends. Returns the units its replicas took on placeable segments."""
+    def end_object(
+        self, work: Work, slot: int, event: Event, now_ms: int, removed: bool = False
+    ) -> int:
+        """The object ends. Returns the units its replicas took on placeable segments. `removed`:
+        as part of one that is removed; nobody may read it once that is acknowledged."""
         transition = end(State.COMPLETE, event)
         table = self.table
         flags, generation, length = table.flags[slot], table.generation[slot], table.length[slot]
-        until = 0
-        if flags & READ and transition.promise is Promise.LEASE:
-            until = table.leased_until(slot, self.settings.lease_ms)
+        leased = table.leased_until(slot, self.settings.lease_ms)
+        until = leased if transition.promise is Promise.LEASE else 0
         units = extent_units(length)
         places = table.places(slot)
         freed = 0
-        sealed: list[Extent] = []
         for place in places:
             segment = self.members.at(place >> PLACE_BITS)
-            ends = transition.unseal is not Unseal.NO or segment.disk is not None
-            if ends and segment.state != GONE and not (segment.disk and segment.state == AWAY):
-                own = table.replica_generation(slot, place)
-                sealed.append((segment.segment_id, place & PLACE_MASK, length, own))
             if segment.state == ALIVE and segment.disk is None:
                 freed += units
-        if transition.unseal is Unseal.WITH_PROMISE and until > now_ms:
-            self.late_unseals.add(until, sealed)
-        else:
-            work.unseal_all(sealed)
         group = table.groups[slot] if flags & GROUP else 0
         owner, key = self.tenants.at(table.tenant[slot]), table.key[slot]
+        removed |= event is Event.REMOVE
+        if removed:
+            leased = max(leased, self.lingering.former_lease(generation))
+        end_extents(self, work, slot, transition, (leased, now_ms), removed)
         self.events.add(event.value, owner.name, key or b"", generation)
         if self.unrecorded.open and key is not None:
             work.records.append(self.unrecorded.bury(owner.name, (key,), self.next_generation))
@@ -244,7 +241,7 @@ class CatalogState:
         self.counters[transition.counter] += 1
         work.durable |= transition.durable
         if group:
-            freed += self._end_group(work, group, now_ms)
+            freed += self._end_group(work, group, now_ms, removed)
         return freed
 
     def drop_object(self, slot: int, until_ms: int, now_ms: int) -> None:
@@ -290,15 +287,15 @@ class CatalogState:
         self.table.groups[slot] = name
         self.groups.join(name, tenant, key, slot)
 
-    def _end_group(self, work: Work, name: int, now_ms: int) -> int:
-        """The other members end too; units that became free."""
+    def _end_group(self, work: Work, name: int, now_ms: int, removed: bool = False) -> int:
+        """The other members end too; units that became free. `removed`: one was, with its parts."""
         slots, grants = self.groups.dissolve(name)
         for grant in grants:
             self.end_grant(work, grant, Event.GROUP_LOST, now_ms)
         return sum(
-            self.end_object(work, slot, Event.GROUP_LOST, now_ms)
+            self.end_object(work, slot, Event.GROUP_LOST, now_ms, removed and is_part(key))
             for slot in slots
-            if self.table.key[slot] is not None and self.table.groups.get(slot) == name
+            if (key := self.table.key[slot]) is not None and self.table.groups.get(slot) == name
         )
 
     def drop_group(self, name: int, now_ms: int) -> None:
@@ -360,16 +357,6 @@ class CatalogState:
                 slots = [slot for slot in slots if not table.flags[slot] & COLD]
         tenant.pool.touch(slots, now_ms)
 
-    def end_ttls(self, work: Work, now_ms: int, count_max: int) -> bool:
-        """End no more than so many objects whose time is over; are there others?"""
-        for _ in range(count_max):
-            if not self.ttls.due(now_ms):
-                return False
-            slot = self.ttls.take()
-            if slot >= 0:
-                self.end_object(work, slot, Event.TTL_ENDED, now_ms)
-        return self.ttls.due(now_ms)
-
     def note_short(self, slot: int) -> None:
         """The object may have fewer replicas than it wants: `repair.py` looks after it."""
         table = self.table
@@ -395,7 +382,12 @@ class CatalogState:
         kept = tuple(place for place in places if place >> PLACE_BITS != index)
         if len(kept) == len(places):
             return
-        until = max(table.leased_until(slot, self.settings.lease_ms), now_ms + rest_ms)
+        leased = table.leased_until(slot, self.settings.lease_ms)
+        until = max(leased, now_ms + rest_ms)
+        if leased > now_ms:
+            lost = [place for place in places if place not in kept]
+            name = (self.tenants.at(table.tenant[slot]).name, table.key[slot] or b"")
+            self.lingering.add(name, leased, extents_of(table, self.members, slot, lost))
         for place in places:
             segment = self.members.at(place >> PLACE_BITS)
             if place not in kept and segment.state != GONE:

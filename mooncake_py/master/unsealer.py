@@ -1,30 +1,41 @@
 """Tells nodes at once what was removed, beside the record of it.
 
     owner ──push──▶ [queue] ──▶ unsealer thread ──NODE_UNSEAL──▶ nodes
-      └─record──▶ writer ─────────────┐      │ told, or not within TELL_MS
+      └─record──▶ writer ─────────────┐      │ told; or not, and nobody may read it any more
                                       ▼      ▼
                               the removal is answered
 
-A removal is durable with its record. But nodes are believed, too, when records are lost, so a
-removal is answered only when the nodes that are there have unsealed what it removed: both are at
-work at once, and a node is usually faster than a disk. A node that does not answer holds up a
-removal by `TELL_MS` and others not at all for `DEAF_MS`; it is told again in its heartbeats.
+Rule: an acknowledged removal is never followed by a read (lingering.py). So a removal is answered
+when its record is durable and each node has said that it has unsealed what it had of it, or the
+leases of that have ended. Both are at work at once, and a node is usually faster than a disk.
+
+* What nobody has a lease of nobody reads. Its node is told as well, since nodes are believed when
+  records are lost; but one that does not answer within `TELL_MS` is left to the heartbeats.
+* What somebody may read is told again, by a thread of its own, until it is told or over. A node
+  that is silent costs others `TELL_MS` once and then nothing for `DEAF_MS`: orders for it go to
+  that thread at once. What can be told to nobody (the node is lost or away, there is no lane)
+  waits for the lease.
+* Whoever would have to wait beyond `give_up_ms` is answered an error then: the objects are not in
+  the catalog any more and may be read for a while. Asking again is right, and waits for the rest.
+* A node that answers with an error was not told. Nor was a part of it: a disk may be slow while
+  memory answers, so silence counts for one segment only.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from mooncake_py.clock import Clock
-from mooncake_py.errors import MooncakeError
+from mooncake_py.errors import OK, MooncakeError
+from mooncake_py.master.lease import LEASE_MARGIN_MS
 from mooncake_py.transfer import Peer, TransferEngine
-from mooncake_py.wire.node import UNSEAL_KIND, unseal_message
+from mooncake_py.wire.node import UNSEAL_KIND, HoldReply, unseal_message
 from mooncake_py.wire.rows import EXTENT, REPLICA
 
 log = logging.getLogger(__name__)
@@ -33,34 +44,44 @@ TELL_MS = 200
 DEAF_MS = 1_000
 WAITING_MAX = 1_024  # pushes; more are left to the heartbeats
 _PEERS_MAX = 1_024
+_AGAIN_S = 0.02  # between two rounds of those that are told again
+_SWEEP_MS = 50  # that somebody's time may be over before it is seen, and an attempt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """Extents of one segment that are to be unsealed. `rows`: EXTENT; `secret`: of its grants."""
+    """Extents of one segment that are to be unsealed. `rows`: EXTENT; `secret`: of its grants;
+    `read_until_ms`: when the last lease of them ends. Without an address nobody can be told."""
 
     address: str
     segment_id: int
     secret: bytes
     rows: bytes
+    read_until_ms: int = 0
+
+    def over(self, now_ms: int) -> bool:
+        """Does nobody read it, told or not?"""
+        return self.read_until_ms + LEASE_MARGIN_MS <= now_ms
 
 
 class Both:
     """A reply that leaves when its record is durable and the nodes are told. Thread-safe."""
 
-    __slots__ = ("_left", "_lock", "_payload", "_reply")
+    __slots__ = ("_instead", "_left", "_lock", "_payload", "_reply")
 
     def __init__(self, reply: Callable[[bytes], None]) -> None:
         self._lock = threading.Lock()
         self._left = 2
-        self._payload = b""
+        self._payload = self._instead = b""
         self._reply = reply
 
     def durable(self, payload: bytes) -> None:
         self._payload = payload
         self._one()
 
-    def told(self) -> None:
+    def told(self, instead: bytes = b"") -> None:
+        """`instead`: the reply, since they were not told."""
+        self._instead = instead
         self._one()
 
     def _one(self) -> None:
@@ -68,40 +89,138 @@ class Both:
             self._left -= 1
             last = self._left == 0
         if last:
-            self._reply(self._payload)
+            self._reply(self._instead or self._payload)
+
+
+@dataclass(slots=True, eq=False)
+class _Push:
+    """Orders of one removal. `ended(0)`: told or over; else when it will be."""
+
+    orders: list[Order]
+    ended: Callable[[int], None]
+    give_up_ms: int
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.orders)
+
+
+_Waits = tuple[_Push, Order]
+
+
+class _Teller:
+    """The connections of one thread to nodes."""
+
+    def __init__(self, engine: TransferEngine | None) -> None:
+        self._engine = engine
+        self._peers: dict[str, Peer] = {}
+
+    def tell(self, address: str, segment_id: int, secret: bytes, rows: bytes) -> str:
+        """Why the node was not told; "" when it was."""
+        if self._engine is None or not address:
+            return "nobody can be told"
+        extents = np.frombuffer(rows, EXTENT)
+        replicas = np.zeros(len(extents), dtype=REPLICA)
+        for name in ("offset", "generation"):
+            replicas[name] = extents[name]
+        message = unseal_message(segment_id, replicas.tobytes(), secret)
+        try:
+            answer = self._peer(self._engine, address).request(
+                UNSEAL_KIND, message, timeout_ms=TELL_MS
+            )
+            reply = HoldReply.decode(answer)
+        except MooncakeError as error:
+            self._forget(address)
+            return str(error)
+        return "" if reply.code == OK else reply.cause or f"code {reply.code}"
+
+    def _peer(self, engine: TransferEngine, address: str) -> Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            if len(self._peers) >= _PEERS_MAX:
+                self.close()
+            peer = self._peers[address] = engine.open(address, timeout_ms=TELL_MS)
+        return peer
+
+    def _forget(self, address: str) -> None:
+        peer = self._peers.pop(address, None)
+        if peer is not None:
+            peer.close()
+
+    def close(self) -> None:
+        for address in list(self._peers):
+            self._forget(address)
 
 
 class Unsealer:
-    """`push` is for the owner thread; `close` for the process."""
+    """`push` and `take_told` are for the owner thread; `close` for the process. Without an engine
+    leases are waited for."""
 
-    def __init__(self, engine: TransferEngine, clock: Clock) -> None:
-        self._engine = engine
+    def __init__(self, engine: TransferEngine | None, clock: Clock) -> None:
         self._clock = clock
         self._changed = threading.Condition()
-        self._waiting: list[tuple[Sequence[Order], Callable[[], None]]] = []
-        self._closing = False
-        self._peers: dict[str, Peer] = {}
-        self._deaf: dict[str, int] = {}  # address -> until ms
-        self._thread = threading.Thread(target=self._run, name="mooncake-unsealer", daemon=True)
-        self._thread.start()
+        self._waiting: list[_Push] = []
+        self._again: dict[_Waits, None] = {}  # in the order of their coming
+        self._closing = self._first_ended = False
+        self._deaf: dict[tuple[str, int], int] = {}  # (address, segment id) -> until ms
+        self._told: deque[tuple[int, list[int]]] = deque()
+        self._first, self._second = _Teller(engine), _Teller(engine)
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in (
+                (self._run, "mooncake-unsealer"), (self._run_again, "mooncake-unsealer-again"),
+            )
+        ]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
 
-    def push(self, orders: Sequence[Order], told: Callable[[], None]) -> None:
+    def push(self, orders: Sequence[Order], ended: Callable[[int], None], give_up_ms: int) -> None:
+        """`ended` is called by any thread, once: with 0 when nobody reads what these name any more;
+        with the time (ms) when that will be, if it is later than `give_up_ms`."""
+        push = _Push(list(orders), ended, give_up_ms)
         with self._changed:
-            if len(self._waiting) < WAITING_MAX and not self._closing:
-                self._waiting.append((orders, told))
-                self._changed.notify()
+            room = len(self._waiting) + len(self._again) < WAITING_MAX
+            if room and not self._closing:
+                self._waiting.append(push)
+                self._changed.notify_all()
                 return
-        told()
+        now_ms = self._clock.now_ms()
+        until_ms = max(each.read_until_ms for each in orders)
+        ended(0 if all(each.over(now_ms) for each in orders) else until_ms)
+
+    def take_told(self) -> list[tuple[int, list[int]]]:
+        """(segment id, generations) that nodes have unsealed since the last time, of those that
+        somebody might have read."""
+        return [self._told.popleft() for _ in range(len(self._told))]
 
     def close(self) -> None:
+        """What is not told yet is answered with the end of its leases."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
-        self._thread.join()
-        for peer in self._peers.values():
-            peer.close()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._first.close()
+        self._second.close()
 
-    # --- the thread -----------------------------------------------------------------------------
+    # --- what becomes of an order ---------------------------------------------------------------
+
+    def _settle(self, push: _Push, until_ms: int = 0) -> None:
+        """One order of it is told or over (0), or is given up with all the others."""
+        with self._changed:
+            if push.left == 0:
+                return
+            push.left = 0 if until_ms else push.left - 1
+            last = push.left == 0
+        if last:
+            push.ended(until_ms)
+
+    def _note_told(self, order: Order) -> None:
+        if order.read_until_ms:
+            generations = np.frombuffer(order.rows, EXTENT)["generation"].tolist()
+            self._told.append((order.segment_id, generations))
+
+    # --- the first thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -109,44 +228,101 @@ class Unsealer:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 taken, self._waiting = self._waiting, []
                 if not taken:
+                    self._first_ended = True
+                    self._changed.notify_all()
                     return
+            told: set[int] = set()
             try:
-                self._tell([order for orders, _ in taken for order in orders])
+                told = self._tell(taken)
             except Exception:
                 log.exception("the unsealer met a defect")
-            for _, told in taken:
-                told()
+            for push in taken:
+                for order in push.orders:
+                    if id(order) in told or order.over(self._clock.now_ms()):
+                        self._settle(push)
+                        continue
+                    with self._changed:
+                        self._again[push, order] = None
+                        self._changed.notify_all()
 
-    def _tell(self, orders: Sequence[Order]) -> None:
-        by_segment: defaultdict[tuple[str, int, bytes], list[bytes]] = defaultdict(list)
-        for order in orders:
-            by_segment[order.address, order.segment_id, order.secret].append(order.rows)
-        for (address, segment_id, secret), parts in by_segment.items():
+    def _tell(self, pushes: Sequence[_Push]) -> set[int]:
+        """One message a segment. Which orders (by id) were carried out."""
+        by_segment: defaultdict[tuple[str, int, bytes], list[Order]] = defaultdict(list)
+        for order in (order for push in pushes for order in push.orders):
+            by_segment[order.address, order.segment_id, order.secret].append(order)
+        told: set[int] = set()
+        for (address, segment_id, secret), orders in by_segment.items():
             now_ms = self._clock.now_ms()
-            if self._deaf.get(address, 0) > now_ms:
+            if self._deaf.get((address, segment_id), 0) > now_ms:
                 continue
-            extents = np.frombuffer(b"".join(parts), EXTENT)
-            replicas = np.zeros(len(extents), dtype=REPLICA)
-            for name in ("offset", "generation"):
-                replicas[name] = extents[name]
-            message = unseal_message(segment_id, replicas.tobytes(), secret)
+            rows = b"".join(order.rows for order in orders)
+            why = self._first.tell(address, segment_id, secret, rows)
+            if why:
+                log.debug("%s was not told of a removal: %s", address, why)
+                self._deaf[address, segment_id] = now_ms + DEAF_MS
+                continue
+            for order in orders:
+                told.add(id(order))
+                self._note_told(order)
+        return told
+
+    # --- the second thread ----------------------------------------------------------------------
+
+    def _run_again(self) -> None:
+        """Time and again, until nobody waits."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._again or self._first_ended)
+                if self._first_ended:
+                    left = list(self._again)
+                    break
+                taken = list(self._again)
+                self._changed.wait(_AGAIN_S)
             try:
-                self._peer(address).request(UNSEAL_KIND, message, timeout_ms=TELL_MS)
-            except MooncakeError as error:
-                log.debug("%s was not told of a removal: %s", address, error)
-                self._deaf[address] = now_ms + DEAF_MS
-                self._forget(address)
+                self._round(taken)
+            except Exception:
+                log.exception("the unsealer met a defect")
+        for push, order in left:
+            self._settle(push, order.read_until_ms)
 
-    def _peer(self, address: str) -> Peer:
-        peer = self._peers.get(address)
-        if peer is None:
-            if len(self._peers) >= _PEERS_MAX:
-                for known in list(self._peers):
-                    self._forget(known)
-            peer = self._peers[address] = self._engine.open(address, timeout_ms=TELL_MS)
-        return peer
+    def _round(self, taken: Sequence[_Waits]) -> None:
+        """A segment that did not answer is not asked twice a round; and nobody waits for long
+        because others are asked in vain."""
+        silent: set[tuple[str, int]] = set()
+        swept_ms = self._clock.now_ms()
+        for each in taken:
+            push, order = each
+            place = (order.address, order.segment_id)
+            if self._is_over(each) or place in silent:
+                continue
+            if self._clock.now_ms() - swept_ms > _SWEEP_MS:
+                swept_ms = self._clock.now_ms()
+                for other in taken:
+                    self._is_over(other)
+            if self._second.tell(*place, order.secret, order.rows):
+                silent.add(place)
+                continue
+            self._deaf.pop(place, None)
+            self._note_told(order)
+            self._settle(push)
+            self._drop(each)
+        for each in taken:
+            self._is_over(each)
 
-    def _forget(self, address: str) -> None:
-        peer = self._peers.pop(address, None)
-        if peer is not None:
-            peer.close()
+    def _is_over(self, each: _Waits) -> bool:
+        """Is there nothing left to wait for, or nobody who waits?"""
+        push, order = each
+        now_ms = self._clock.now_ms()
+        with self._changed:
+            if each not in self._again:
+                return True
+        if push.left and not order.over(now_ms) and push.give_up_ms > now_ms:
+            return False
+        if push.left:
+            self._settle(push, 0 if order.over(now_ms) else order.read_until_ms)
+        self._drop(each)
+        return True
+
+    def _drop(self, each: _Waits) -> None:
+        with self._changed:
+            self._again.pop(each, None)

@@ -407,7 +407,8 @@ class StoreClient:
     ) -> PutOutcome | list[PutOutcome]:
         """Remove objects; an absent key is a success. One outcome a key (one, or a list in order):
         None, or ObjectLeased when a reader or a pin holds it and `force` is not given. An
-        acknowledged removal is durable: the object never comes back."""
+        acknowledged removal is durable, and no reader gets the object any more. PeerUnreachable: it
+        is removed, but a node was not told in time; whoever has a lease reads it for a while."""
         single = isinstance(keys, str)
         texts = [keys] if isinstance(keys, str) else key_list(keys)
         names = key_names(texts)

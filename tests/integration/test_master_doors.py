@@ -15,8 +15,10 @@ from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.transfer import TransferEngine
 from tests.conformance.master_battery import MasterBattery
 
-# No node here heartbeats by itself.
-PATIENT = CatalogSettings(suspect_ms=60_000, dead_ms=120_000, events_max=1_000, step_max=500)
+# No node here heartbeats by itself, or answers, so removals by force wait for leases.
+PATIENT = CatalogSettings(
+    suspect_ms=60_000, dead_ms=120_000, events_max=1_000, step_max=500, lease_ms=1_000
+)
 
 
 @contextmanager

@@ -72,9 +72,21 @@ class History:
                     self.count("copies committed")
             elif isinstance(record, records.Gone):
                 self.gone_segments.add(record.segment_id)
+        if isinstance(command, Remove):
+            self._learn_removal(applied)
         for generation in self.committed - self._live(catalog):
             assert generation in self.causes, f"generation {generation} vanished"
             self.committed.discard(generation)
+
+    def _learn_removal(self, applied: Applied) -> None:
+        """With a key goes what it had before and somebody may still read."""
+        for effect in applied.effects:
+            if effect.read_until_ms:
+                for row in EXTENT_ROW.iter_unpack(effect.rows):
+                    origin = self.copy_of.get(row[4], row[4])
+                    assert origin in self.causes, "a living object is unsealed"
+                    self.causes[origin] = "forced"
+                    self.count("leased extents of removed keys")
 
     def _learn_reply(self, command: Command, reply: object) -> None:
         if isinstance(command, PutStart) and isinstance(reply, Granted):

@@ -1,0 +1,185 @@
+"""Extents that ended while readers had a lease of them, and may be read still. Pure.
+
+Rule: an acknowledged removal, forced or not, is never followed by a read of the key's object, by
+anyone. A reader who knows a placement asks nobody while its lease runs, so only two things end
+such reads for certain: the node has unsealed the extent, or the lease is over. So whatever ends
+under a lease, and for whatever reason (removed, replaced by an upsert, TTL, damaged, moved to
+another node, node lost), lingers here under its key until one of both is known. A removal of the
+key tells the nodes of all of it, and is answered when all of it is told or over (unsealer.py): also
+one that finds the key absent, such as a second try of a removal that could not be answered.
+
+What replaced and expired objects leave is unsealed when the lease ends (*late*), unless a removal
+of the key comes first: their readers may go on. Evictions leave nothing, since leased objects are
+not evicted.
+
+Of leases that a former master gave nothing is known but how long they may last: until then
+removed objects of its time count as leased.
+
+Bounded by the leases: an entry stays for `lease_max_ms` at most. Not in the records: a master that
+begins compares what nodes hold with what it knows (recovery.py), but a key that had ended before
+its time has no entry here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from mooncake_py.master.lease import LEASE_MARGIN_MS
+from mooncake_py.master.lifecycle import Transition, Unseal
+from mooncake_py.master.membership import Membership
+from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK, ObjectTable
+from mooncake_py.master.stripes import whole_key
+
+if TYPE_CHECKING:
+    from mooncake_py.master.state import CatalogState
+    from mooncake_py.master.work import Work
+
+Extent = tuple[int, int, int, int]  # segment id, start, length, generation
+Name = tuple[str, bytes]  # tenant, key
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    name: Name
+    until_ms: int
+    extents: list[Extent]
+    late: bool  # to be unsealed when the lease ends
+
+
+def extents_of(
+    table: ObjectTable, members: Membership, slot: int, places: Iterable[int]
+) -> list[Extent]:
+    """What the object has at these places."""
+    length = table.length[slot]
+    return [
+        (
+            members.at(place >> PLACE_BITS).segment_id,
+            place & PLACE_MASK,
+            length,
+            table.replica_generation(slot, place),
+        )
+        for place in places
+    ]
+
+
+def end_extents(
+    state: CatalogState,
+    work: Work,
+    slot: int,
+    transition: Transition,
+    times: tuple[int, int],
+    removed: bool,
+) -> None:
+    """Nodes are told that the object has ended, or will be; who may still read it is not forgotten.
+    `times`: end of the lease, now. `removed`: the end is going to be acknowledged."""
+    leased, now_ms = times
+    table, members = state.table, state.members
+    places = table.places(slot)
+    always = transition.unseal is not Unseal.NO
+    if leased + LEASE_MARGIN_MS <= now_ms:  # nobody reads it: what evictions find
+        length = table.length[slot]
+        for place in places:
+            segment = members.at(place >> PLACE_BITS)
+            if (always or segment.disk is not None) and members.can_be_told(segment):
+                own = table.replica_generation(slot, place)
+                work.unseal(segment.segment_id, place & PLACE_MASK, length, own)
+        return
+    sealed: list[Extent] = []
+    others: list[Extent] = []  # that no node is told about
+    for place, extent in zip(places, extents_of(table, members, slot, places), strict=True):
+        segment = members.at(place >> PLACE_BITS)
+        ends = always or segment.disk is not None
+        (sealed if ends and members.can_be_told(segment) else others).append(extent)
+    late = transition.unseal is Unseal.WITH_PROMISE and leased > now_ms and not removed
+    if not late:
+        work.unseal_all(sealed, leased if removed else 0)
+    if leased > now_ms:
+        name = (state.tenants.at(table.tenant[slot]).name, table.key[slot] or b"")
+        state.lingering.add(name, leased, others)
+        state.lingering.add(name, leased, sealed, late)
+        if removed and others:
+            work.hold(leased)
+
+
+class Lingering:
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, _Entry]] = []
+        self._numbers = count()
+        self._of_name: defaultdict[Name, list[_Entry]] = defaultdict(list)
+        self._of_extent: dict[tuple[int, int], _Entry] = {}  # (segment id, generation)
+        self._former = (0, 0)  # generations below this, leases until then
+
+    def __len__(self) -> int:
+        """How many extents."""
+        return len(self._of_extent)
+
+    def begin(self, generation: int, until_ms: int) -> None:
+        """A former master may have given leases of objects below this generation."""
+        self._former = (generation, until_ms)
+
+    def former_lease(self, generation: int) -> int:
+        below, until_ms = self._former
+        return until_ms if generation < below else 0
+
+    def add(self, name: Name, until_ms: int, extents: list[Extent], late: bool = False) -> None:
+        if not extents:
+            return
+        entry = _Entry((name[0], whole_key(name[1])), until_ms, extents, late)
+        self._of_name[entry.name].append(entry)
+        for segment_id, _, _, generation in extents:
+            self._of_extent[segment_id, generation] = entry
+        heapq.heappush(self._heap, (until_ms + LEASE_MARGIN_MS, next(self._numbers), entry))
+
+    def of(self, tenant: str, key: bytes) -> Iterator[tuple[int, Sequence[Extent]]]:
+        """(lease end, extents) of what this key had."""
+        for entry in self._of_name.get((tenant, key), ()):
+            yield entry.until_ms, tuple(entry.extents)
+
+    def keys(self, tenant: str) -> list[bytes]:
+        """That have something here."""
+        return [key for owner, key in self._of_name if owner == tenant]
+
+    def latest_ms(self) -> int:
+        """When the last of these leases ends."""
+        return max((each[0] for each in self._heap), default=0)
+
+    @property
+    def name_count(self) -> int:
+        return len(self._of_name)
+
+    def told(self, segment_id: int, generations: Iterable[int]) -> None:
+        """The node has unsealed these."""
+        for generation in generations:
+            entry = self._of_extent.pop((segment_id, generation), None)
+            if entry is None:
+                continue
+            entry.extents = [
+                each for each in entry.extents if (each[0], each[3]) != (segment_id, generation)
+            ]
+            if not entry.extents:
+                self._forget(entry)
+
+    def due(self, now_ms: int) -> Iterator[Extent]:
+        """Take out those whose lease has ended; what is to be unsealed only now."""
+        heap = self._heap
+        while heap and heap[0][0] <= now_ms:
+            entry = heapq.heappop(heap)[2]
+            for segment_id, _, _, generation in entry.extents:
+                if self._of_extent.get((segment_id, generation)) is entry:
+                    del self._of_extent[segment_id, generation]
+            if entry.extents:
+                self._forget(entry)
+            if entry.late:
+                yield from entry.extents
+
+    def _forget(self, entry: _Entry) -> None:
+        left = [each for each in self._of_name[entry.name] if each is not entry]
+        if left:
+            self._of_name[entry.name] = left
+        else:
+            del self._of_name[entry.name]
