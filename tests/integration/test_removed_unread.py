@@ -211,3 +211,20 @@ def test_f42_what_was_promoted_is_not_read_after_its_removal(
         assert writer.remove(key, force=True) is None
         with pytest.raises(ObjectNotFound):
             reader.get(key)
+
+
+def test_a08_the_old_value_of_an_upsert_is_not_read_after_the_removal_of_its_key() -> None:
+    with (
+        Cluster(one_node(LONG_MS)) as cluster,
+        StoreClient(cluster.address) as writer,
+        StoreClient(cluster.address, transports=("shm",)) as mapped,
+        StoreClient(cluster.address, transports=("tcp",)) as remote,
+    ):
+        writer.put("k", b"old")
+        assert (mapped.get("k"), remote.get("k")) == (b"old", b"old")
+        writer.put("k", b"new", upsert=True)
+        assert mapped.get("k") == b"old", "under its lease"
+        assert writer.remove("k", force=True) is None
+        for reader in (mapped, remote):
+            with pytest.raises(ObjectNotFound):
+                reader.get("k")
