@@ -25,6 +25,12 @@ T = 5_000
 CLOCK = SystemClock()
 
 
+def states_of(pid: int) -> set[str]:
+    """Of the threads of a process, as the kernel calls them: T is stopped."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {stat.rpartition(") ")[2][0] for stat in stats}
+
+
 def until(condition: Callable[[], Any], timeout_ms: int, what: str) -> None:
     deadline = Deadline(timeout_ms, CLOCK)
     waiter = select.poll()
@@ -109,8 +115,12 @@ class Masters:
         del self._roles[number]
 
     def signal(self, number: int, which: signal.Signals) -> None:
-        """SIGSTOP, SIGCONT."""
-        os.kill(self._masters[number].pid, which)
+        """SIGSTOP, SIGCONT. A process is stopped when it says so: on a busy machine some of its
+        threads run on for a while."""
+        pid = self._masters[number].pid
+        os.kill(pid, which)
+        if which == signal.SIGSTOP:
+            until(lambda: states_of(pid) == {"T"}, 10_000, "a stopped master")
 
     def stop(self, number: int) -> int:
         del self._roles[number]
