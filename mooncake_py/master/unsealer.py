@@ -41,6 +41,7 @@ from mooncake_py.wire.rows import EXTENT, REPLICA
 log = logging.getLogger(__name__)
 
 TELL_MS = 200
+AGAIN_MS = 500  # likewise when told again: a slow disk may need that long
 DEAF_MS = 1_000
 WAITING_MAX = 1_024  # pushes; more are left to the heartbeats
 _PEERS_MAX = 1_024
@@ -111,8 +112,9 @@ _Waits = tuple[_Push, Order]
 class _Teller:
     """The connections of one thread to nodes."""
 
-    def __init__(self, engine: TransferEngine | None) -> None:
+    def __init__(self, engine: TransferEngine | None, timeout_ms: int) -> None:
         self._engine = engine
+        self._timeout_ms = timeout_ms
         self._peers: dict[str, Peer] = {}
 
     def tell(self, address: str, segment_id: int, secret: bytes, rows: bytes) -> str:
@@ -126,7 +128,7 @@ class _Teller:
         message = unseal_message(segment_id, replicas.tobytes(), secret)
         try:
             answer = self._peer(self._engine, address).request(
-                UNSEAL_KIND, message, timeout_ms=TELL_MS
+                UNSEAL_KIND, message, timeout_ms=self._timeout_ms
             )
             reply = HoldReply.decode(answer)
         except MooncakeError as error:
@@ -139,7 +141,7 @@ class _Teller:
         if peer is None:
             if len(self._peers) >= _PEERS_MAX:
                 self.close()
-            peer = self._peers[address] = engine.open(address, timeout_ms=TELL_MS)
+            peer = self._peers[address] = engine.open(address, timeout_ms=self._timeout_ms)
         return peer
 
     def _forget(self, address: str) -> None:
@@ -164,7 +166,7 @@ class Unsealer:
         self._closing = self._first_ended = False
         self._deaf: dict[tuple[str, int], int] = {}  # (address, segment id) -> until ms
         self._told: deque[tuple[int, list[int]]] = deque()
-        self._first, self._second = _Teller(engine), _Teller(engine)
+        self._first, self._second = _Teller(engine, TELL_MS), _Teller(engine, AGAIN_MS)
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in (
