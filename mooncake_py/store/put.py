@@ -8,7 +8,6 @@ group end together.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -34,8 +33,6 @@ from mooncake_py.store.stripes import parts_of
 from mooncake_py.transfer import TransferEngine
 from mooncake_py.wire.lane import PUT_END
 from mooncake_py.wire.node import PULL_KIND, PullReply, PullRequest, pull_names
-
-log = logging.getLogger(__name__)
 
 _REVOKE_MS = 50  # a put that ran out of time still tries this long to give its space back
 
@@ -166,11 +163,6 @@ class BatchWriter:
         if reserved is None:
             return self._write_granted(job)
         codes = self._write_reserved(job, reserved)
-        if len(codes) != len(job.keys):
-            # Seen over RDMA and not understood yet; it says nothing of our keys.
-            log.error("%d codes for a put of %d keys: it is made again", len(codes), len(job.keys))
-            self._reservations.clear()
-            return self._write_granted(job)
         again = [i for i, code in enumerate(codes) if code not in _SETTLED]
         if again:
             self._reservations.clear()
@@ -228,6 +220,8 @@ class BatchWriter:
         """Pull and commit in one native call, where the master has a lane. (one code each, whether
         they are of the commit)."""
         lane = self._master.lane()
+        if lane is not None and not lane.is_of(self._engine):
+            lane = None  # an engine of its own (link.py): its peers have other numbers than ours
         commit = None
         if lane is not None:
             commit = self._master.put_end_payload(job.tenant, job.keys, run.generations())

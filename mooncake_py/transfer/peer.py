@@ -27,6 +27,10 @@ class Peer(Handle):
         self._native = engine.native
         self._opened = opened
 
+    def is_of(self, engine: TransferEngine) -> bool:
+        """Did this engine open it? `id` means nothing to another one."""
+        return self._parent is engine
+
     @property
     def transport(self) -> str:
         """local, shm, tcp, rdma or fake."""
