@@ -22,7 +22,7 @@ import numpy as np
 
 from mooncake_py import errors
 from mooncake_py.compat.guard import guarded, nothing
-from mooncake_py.compat.lifecycle import transports_of
+from mooncake_py.compat.lifecycle import host_and_port, transports_of
 from mooncake_py.compat.peers import (
     ROW,
     Remote,
@@ -110,9 +110,12 @@ class TransferEngine:
         metadata_type: str = "",
     ) -> int:
         """Listen on this host, on the port given or on any. The metadata server and the devices
-        are not needed: peers ask each other."""
+        are not needed: peers ask each other. Once: memory and peers are of that engine."""
+        if self._engine is not None:
+            log.error("initialize failed: this engine listens at %s already", self._engine.address)
+            return INVALID_ARGUMENT
         try:
-            host, port = _host_and_port(local_hostname)
+            host, port = host_and_port(local_hostname)
             options = EngineOptions(
                 listen=join_address(host, port), transports=transports_of(protocol, device_name)
             )
@@ -177,9 +180,10 @@ class TransferEngine:
                 managed = self._managed.get(buffer_addr)
                 given: Any = (buffer_addr, capacity) if managed is None else managed
                 self._regions[buffer_addr] = engine.register(given, access="read_write")
-            except UsageError as error:
+            except MooncakeError as error:
                 log.warning("%s", error)
-                return ADDRESS_OVERLAPPED
+                wrong = isinstance(error, UsageError)
+                return ADDRESS_OVERLAPPED if wrong else INVALID_ARGUMENT
         return OK
 
     def unregister_memory(self, buffer_addr: int) -> int:
@@ -213,7 +217,11 @@ class TransferEngine:
             log.warning("%s", error)
             return 0
         self._managed[memory.base] = memory
-        return memory.base if self.register_memory(memory.base, memory.nbytes) == OK else 0
+        if self.register_memory(memory.base, memory.nbytes) == OK:
+            return memory.base
+        del self._managed[memory.base]
+        memory.close()
+        return 0
 
     def free_managed_buffer(self, buffer_addr: int, length: int = 0) -> int:
         memory = self._managed.pop(buffer_addr, None)
@@ -490,10 +498,3 @@ class TransferEngine:
     def _forget(self, target: str, error: MooncakeError) -> None:
         if isinstance(error, errors.PeerUnreachable | errors.TransferTimeout):
             self._remotes.pop(target, None)
-
-
-def _host_and_port(hostname: str) -> tuple[str, int]:
-    """`host`, `host:port`, `[v6]:port`, or a bare IPv6 address."""
-    if hostname.count(":") > 1 and not hostname.startswith("["):
-        return hostname, 0
-    return split_address(hostname) if ":" in hostname else (hostname, 0)

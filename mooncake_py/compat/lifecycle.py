@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mooncake_py.config import NodeSettings, size_bytes, upstream_variable
+from mooncake_py.config import (
+    NodeSettings,
+    join_address,
+    size_bytes,
+    split_address,
+    upstream_variable,
+)
 from mooncake_py.errors import UsageError
 from mooncake_py.store.client import StoreClient
 from mooncake_py.store.node_process import Node
@@ -79,6 +85,13 @@ def transports_of(protocol: str, devices: str = "") -> tuple[str, ...]:
     return ("local", "shm", f"rdma:{cards}" if cards else "rdma", "tcp")
 
 
+def host_and_port(hostname: str) -> tuple[str, int]:
+    """`host`, `host:port`, `[v6]:port`, or a bare IPv6 address. Raises UsageError."""
+    if hostname.count(":") > 1 and not hostname.startswith("["):
+        return hostname, 0
+    return split_address(hostname) if ":" in hostname else (hostname, 0)
+
+
 def open_client(options: SetupOptions) -> tuple[StoreClient, Node | None]:
     """Raises what StoreClient and Node raise, and UsageError for an address with a scheme."""
     if "://" in options.master_server_addr:
@@ -103,12 +116,11 @@ def open_client(options: SetupOptions) -> tuple[StoreClient, Node | None]:
 
 def _node(options: SetupOptions) -> Node:
     """This process offers memory itself, on the host that it was told."""
-    host = options.local_hostname.rsplit(":", 1)[0] if ":" in options.local_hostname else ""
-    host = host or options.local_hostname
+    host, _ = host_and_port(options.local_hostname)
     node = Node(
         NodeSettings(
             master=options.master_server_addr,
-            listen=f"{host}:0",
+            listen=join_address(host, 0),
             segment_bytes=max(SEGMENT_MIN_BYTES, options.global_segment_size),
             health_listen="off",
             start_ms=SETUP_MS,

@@ -122,8 +122,13 @@ class SessionCalls(StoreCalls):
             if not isinstance(key, str) or not key or not 0 < int(size) <= SESSION_BYTES_MAX:
                 out.append(codes.INVALID_PARAMS)
                 continue
+            try:
+                value = np.zeros(int(size), np.uint8)
+            except MemoryError:
+                out.append(codes.NO_AVAILABLE_HANDLE)
+                continue
             with self._written_lock:
-                self._written[key] = (np.zeros(int(size), np.uint8), config)
+                self._written[key] = (value, config)
             out.append(codes.OK)
         return out
 
@@ -172,12 +177,17 @@ class SessionCalls(StoreCalls):
         with self._written_lock:
             begun = [self._written.pop(key, None) for key in keys]
         out = [codes.OBJECT_NOT_FOUND] * len(keys)
-        there = [i for i, each in enumerate(begun) if each is not None]
-        values = [each[0] for each in begun if each is not None]
-        config = next((each[1] for each in begun if each is not None), None)
-        stored = self._put_all([keys[i] for i in there], values, config)
-        for i, code in zip(there, stored, strict=True):
-            out[i] = code
+        begun_alike: dict[int, tuple[Any, list[int], list[Any]]] = {}  # by the config's identity
+        for i, each in enumerate(begun):
+            if each is not None:
+                value, config = each
+                _, which, values = begun_alike.setdefault(id(config), (config, [], []))
+                which.append(i)
+                values.append(value)
+        for config, which, values in begun_alike.values():
+            stored = self._put_all([keys[i] for i in which], values, config)
+            for i, code in zip(which, stored, strict=True):
+                out[i] = code
         return out
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:

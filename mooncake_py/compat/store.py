@@ -137,6 +137,8 @@ class MooncakeDistributedStore(SessionCalls, TensorCalls):
         node, self._node = self._node, None
         self._registered.clear()
         self._memory = RawMemory()
+        with self._written_lock:
+            self._written.clear()
         if client is not None:
             client.close()
         if node is not None:
@@ -182,9 +184,7 @@ class MooncakeDistributedStore(SessionCalls, TensorCalls):
         sizes: Sequence[int],
         config: Any = None,
     ) -> list[int]:
-        return self.batch_put_from_multi_buffers(
-            keys, [[each] for each in buffer_ptrs], [[each] for each in sizes], config
-        )
+        return self._put_from(keys, buffer_ptrs, sizes, config)
 
     def batch_put_from_multi_buffers(
         self,
@@ -236,10 +236,16 @@ class MooncakeDistributedStore(SessionCalls, TensorCalls):
         sizes: Sequence[int],
         config: Any = None,
     ) -> list[int]:
-        if not len(keys) == len(buffer_ptrs) == len(sizes):
+        return self._put_from(keys, buffer_ptrs, sizes, config, upsert=True)
+
+    def _put_from(
+        self, keys: Sequence[str], ptrs: Sequence[int], sizes: Sequence[int], config: Any, *,
+        upsert: bool = False,
+    ) -> list[int]:  # fmt: skip
+        if not len(keys) == len(ptrs) == len(sizes):
             return [codes.INVALID_PARAMS] * len(keys)
-        values = [self._pieces([ptr], [size]) for ptr, size in zip(buffer_ptrs, sizes, strict=True)]
-        return self._put_all(keys, values, config, upsert=True)
+        values = [self._pieces([ptr], [size]) for ptr, size in zip(ptrs, sizes, strict=True)]
+        return self._put_all(keys, values, config, upsert=upsert)
 
     # --- reading ---
 

@@ -22,6 +22,7 @@ from mooncake_py.store.client import StoreClient
 
 HEADER_BYTES = 304
 MARK = b"mctensor1 "
+_NO_TENSOR = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
 
 def header_of(tensor: Any) -> bytes:
@@ -51,14 +52,16 @@ def tensor_of(data: Any) -> Any:
     head = bytes(view[:HEADER_BYTES])
     if not head.startswith(MARK):
         raise UsageError("the object holds no tensor")
-    what = json.loads(head[len(MARK) :])
-    dtype = getattr(torch, what["dtype"])
-    count = int(np.prod(what["shape"], dtype=np.int64))
-    if not count:
-        return torch.empty(what["shape"], dtype=dtype)
-    return torch.frombuffer(view, dtype=dtype, count=count, offset=HEADER_BYTES).reshape(
-        what["shape"]
-    )
+    try:  # anybody may have written it
+        what = json.loads(head[len(MARK) :])
+        dtype, shape = getattr(torch, what["dtype"]), what["shape"]
+        count = int(np.prod(shape, dtype=np.int64))
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        flat = torch.frombuffer(view, dtype=dtype, count=count, offset=HEADER_BYTES)
+        return flat.reshape(shape)
+    except _NO_TENSOR as error:
+        raise UsageError("the object holds no tensor, or not all of it") from error
 
 
 def _values(tensors: Sequence[Any]) -> list[Any]:
@@ -67,7 +70,7 @@ def _values(tensors: Sequence[Any]) -> list[Any]:
     for tensor in tensors:
         try:
             values.append([header_of(tensor), payload_of(tensor)])
-        except UsageError:
+        except (UsageError, *_NO_TENSOR):  # torch's own words for a layout without plain bytes
             values.append(None)
     return values
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mooncake_py.compat.store import MooncakeDistributedStore
+from mooncake_py.compat.tensors import HEADER_BYTES, MARK
 from mooncake_py.ops.cluster import Cluster
 
 
@@ -51,6 +52,27 @@ def test_f50_tensors_come_back_with_their_shape_and_type(store: MooncakeDistribu
     assert torch.equal(store.get_tensor(keys[0]), tensors[2])
     store.put("bytes", b"x" * 400)
     assert store.get_tensor("bytes") is None
+    assert store.batch_put_tensor(["sparse"], [torch.eye(3).to_sparse()]) == [-600]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{", "5", '{"shape":[1]}', '{"dtype":"float32","shape":[9]}',
+        '{"dtype":"load","shape":[1]}',
+        '{"dtype":"float32","shape":[-1,-1]}', '{"dtype":"float32","shape":[0,-7]}',
+        '{"dtype":"float32","shape":"ab"}', '{"dtype":"float32","shape":[4611686018427387904,4]}',
+    ],
+)  # fmt: skip
+def test_f50_a_header_that_describes_no_tensor_is_a_miss_for_its_key_alone(
+    store: MooncakeDistributedStore, header: str
+) -> None:
+    good = torch.randn(2, 2)
+    assert store.upsert_tensor("good", good) == 0
+    assert store.upsert("hostile", (MARK + header.encode()).ljust(HEADER_BYTES) + b"x" * 4) == 0
+    found = store.batch_get_tensor(["hostile", "good"])
+    assert found[0] is None
+    assert torch.equal(found[1], good)
 
 
 def test_f50_tensors_are_cut_for_tensor_parallel_ranks(store: MooncakeDistributedStore) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mooncake_py.compat import engine as engines
 from mooncake_py.compat import store as stores
-from mooncake_py.compat.lifecycle import transports_of
+from mooncake_py.compat.lifecycle import host_and_port, transports_of
 from mooncake_py.compat.store import MooncakeDistributedStore
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 
@@ -93,6 +93,29 @@ def test_f50_an_object_is_written_layer_by_layer_and_seen_whole(
     assert store.batch_put_session_revoke(["never"]) == [0]
     assert store.batch_put_session_end(["never"]) == [-704]
     assert store.is_exist("never") == 0
+
+
+def test_f50_each_object_of_a_session_keeps_the_config_it_was_begun_with(cluster: Cluster) -> None:
+    made = MooncakeDistributedStore()
+    assert made.setup("127.0.0.1", "", 0, MIB, "tcp", "", cluster.address) == 0
+    pinned = stores.ReplicateConfig()
+    pinned.with_hard_pin = True
+    assert made.batch_put_session_start(["plain"], [8]) == [0]
+    assert made.batch_put_session_start(["pinned"], [8], pinned) == [0]
+    assert made.batch_put_session_end(["plain", "none", "pinned"]) == [0, -704, 0]
+    assert made.batch_remove(["plain", "pinned"]) == [0, -706]
+    assert made.remove("pinned", force=True) == 0
+    assert made.batch_put_session_start(["open"], [8]) == [0]
+    assert made.close() == 0
+    assert not made._written
+
+
+@pytest.mark.parametrize(
+    ("hostname", "host"),
+    [("10.0.0.7", "10.0.0.7"), ("node7:12345", "node7"), ("[::1]:12345", "::1"), ("::1", "::1")],
+)
+def test_f50_a_hostname_may_have_a_port_and_be_of_either_family(hostname: str, host: str) -> None:
+    assert host_and_port(hostname)[0] == host
 
 
 def test_f50_replacing_leaves_the_old_value_when_the_new_one_cannot_be(

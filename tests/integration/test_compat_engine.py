@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 from daemons import wait_until
 
 from mooncake_py.compat.engine import TransferEngine
+from mooncake_py.errors import OutOfSpace
 
 PEER = """
 import sys
@@ -139,6 +141,30 @@ def test_f50_wrong_calls_have_their_codes(engine: TransferEngine, peer: Peer) ->
     assert engine.write_bytes_to_buffer(managed, b"hello", 5) == 0
     assert engine.read_bytes_from_buffer(managed, 5) == b"hello"
     assert engine.free_managed_buffer(managed) == 0
+    assert engine.initialize("127.0.0.1", "", "tcp", "") == -1  # once
+
+
+def managed_memory() -> set[str]:
+    links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    return {f"{link} {os.readlink(link)}" for link in links
+            if os.path.lexists(link) and "mooncake-engine" in os.readlink(link)}  # fmt: skip
+
+
+def test_f50_memory_that_cannot_be_registered_is_given_back(
+    engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert TransferEngine().allocate_managed_buffer(4096) == 0
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OutOfSpace("no memory may be locked")
+
+    assert engine._engine is not None
+    held = managed_memory()
+    monkeypatch.setattr(engine._engine, "register", refuse)
+    assert engine.allocate_managed_buffer(4096) == 0
+    assert engine.register_memory(np.zeros(4096, np.uint8).ctypes.data, 4096) == -1
+    assert not engine._managed
+    assert managed_memory() <= held
 
 
 def test_f50_a_dead_peer_is_an_answer_within_seconds_and_a_new_one_is_found(
