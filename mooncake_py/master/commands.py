@@ -286,6 +286,7 @@ class Located:
     placements: bytes  # PLACEMENT_ROW, replicas of a key together
     lease_ms: int
     parts: bytes = b""  # PART_ROW, of objects that lie in several parts: these have no placement
+    objects: bytes = b""  # u64 a key, its own generation (0: a miss); empty if each row has that
 
 
 @dataclass(frozen=True, slots=True)

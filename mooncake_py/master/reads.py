@@ -10,6 +10,7 @@ changes nothing. Pure.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from mooncake_py.master.objects import (
     PLACE_MASK,
     REPLICAS,
     TTL,
+    ObjectTable,
 )
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.stripes import part_slots
@@ -139,12 +141,14 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
             start = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
             rows.append(pack(i, entry, start, length_of[slot], generation_of[slot]))
         slots.append(slot)
+    objects = _own_generations(table, slots, status) if found.moved else b""
     _count_located(state, tenant, slots + found.further, lease_ms, now_ms)
     for counters in (state.counters, tenant.counters):
         counters["locate_hits"] += len(slots)
         counters["locate_misses"] += len(status) - len(slots)
     ids = [state.members.at(index).segment_id for index in entries]
-    return Applied(Located(bytes(status), ids, b"".join(rows), lease_ms, b"".join(found.parts)))
+    parts = b"".join(found.parts)
+    return Applied(Located(bytes(status), ids, b"".join(rows), lease_ms, parts, objects))
 
 
 @dataclass(slots=True)
@@ -155,6 +159,14 @@ class _Found:
     rows: list[bytes] = field(default_factory=list)  # PLACEMENT
     parts: list[bytes] = field(default_factory=list)  # PART
     further: list[int] = field(default_factory=list)  # slots of parts
+    moved: bool = False  # some replica has another generation than its object
+
+
+def _own_generations(table: ObjectTable, slots: Sequence[int], status: bytearray) -> bytes:
+    """One a key, from the slots of those that were found."""
+    left = iter(slots)
+    own = [0 if code else table.generation[next(left)] for code in status]
+    return struct.pack(f"<{len(own)}Q", *own)
 
 
 def _add_special(state: CatalogState, slot: int, i: int, found: _Found, now_ms: int) -> bool:
@@ -164,14 +176,12 @@ def _add_special(state: CatalogState, slot: int, i: int, found: _Found, now_ms: 
         return False
     further = part_slots(table, state.tenants.at(table.tenant[slot]), slot)
     if not further:
-        rows = [PLACEMENT_ROW.pack(*row) for row in _rows_of(state, slot, i, found.entries, now_ms)]
+        rows = [PLACEMENT_ROW.pack(*row) for row in _rows_of(state, slot, i, found, now_ms)]
         found.rows += rows
         return bool(rows)
     start, parts = 0, []
     for part in (slot, *further):
-        rows = [
-            PART_ROW.pack(*row, start) for row in _rows_of(state, part, i, found.entries, now_ms)
-        ]
+        rows = [PART_ROW.pack(*row, start) for row in _rows_of(state, part, i, found, now_ms)]
         if not rows:
             return False
         parts += rows
@@ -201,21 +211,19 @@ def _count_located(
 
 
 def _rows_of(
-    state: CatalogState, slot: int, i: int, entries: dict[int, int], now_ms: int
+    state: CatalogState, slot: int, i: int, found: _Found, now_ms: int
 ) -> list[tuple[int, int, int, int, int]]:
     """A row for every replica that a reader may be sent to."""
-    table = state.table
-    length = table.length[slot]
-    return [
-        (
-            i,
-            entries.setdefault(place >> PLACE_BITS, len(entries)),
-            (place & PLACE_MASK) * EXTENT_ALIGN_BYTES,
-            length,
-            table.replica_generation(slot, place),
-        )
-        for place in _readable_places(state, slot, now_ms)
-    ]
+    table, entries = state.table, found.entries
+    own, length = table.generation[slot], table.length[slot]
+    rows = []
+    for place in _readable_places(state, slot, now_ms):
+        entry = entries.setdefault(place >> PLACE_BITS, len(entries))
+        generation = table.replica_generation(slot, place)
+        found.moved |= generation != own
+        start = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
+        rows.append((i, entry, start, length, generation))
+    return rows
 
 
 def _readable_places(state: CatalogState, slot: int, now_ms: int) -> list[int]:

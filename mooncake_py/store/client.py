@@ -344,14 +344,18 @@ class StoreClient:
             check_paired("size", keys, sizes)
             return WriteSession(keys, sizes, self.alloc, self.put_batch)
 
-        def locate() -> list[bytes]:
+        def locate(until: Deadline) -> tuple[list[bytes], list[int]]:
             with self._calls:
-                return self._reader.locate(names, self._deadline(timeout_ms)) if names else []
+                return self._reader.sight(names, until) if names else ([], [])
 
-        def read(rows: list[bytes], into: Any, ranges: Sequence[Range]) -> list[GetOutcome]:
-            return self._read(keys, names, into, ranges, self._deadline(timeout_ms), rows)
+        def read(
+            rows: list[bytes], into: Any, ranges: Sequence[Range], until: Deadline
+        ) -> list[GetOutcome]:
+            return self._read(keys, names, into, ranges, until, rows)
 
-        return ReadSession(keys, locate, read, self._clock.now_ms)
+        return ReadSession(
+            keys, locate, read, lambda: self._deadline(timeout_ms), self._clock.now_ms
+        )
 
     def explain(self, key: str, *, timeout_ms: int | None = None) -> Explanation:
         """Where the object is, by which way it is read from here, or why it cannot be; and how long

@@ -129,7 +129,12 @@ class BatchReader:
 
     def locate(self, names: Sequence[bytes], deadline: Deadline) -> list[bytes]:
         """Rows of every key under new leases; empty for a miss. One Locate."""
-        return self._ask(names, deadline)
+        return self._ask(names, deadline)[0]
+
+    def sight(self, names: Sequence[bytes], deadline: Deadline) -> tuple[list[bytes], list[int]]:
+        """Like `locate`, and what each object is known by, wherever it moves; 0 for a miss."""
+        entries, placements = self._ask(names, deadline)
+        return entries, placements.objects().tolist()
 
     def recall(self, name: bytes) -> bytes | None:
         """Rows under a lease that runs, without asking anybody."""
@@ -142,7 +147,7 @@ class BatchReader:
         found = self.cache.find(names)
         if None not in found and not self._ended(b"".join(cast("list[bytes]", found))):
             return len(names)
-        entries = self._ask(names, deadline, prefix=True)
+        entries, _ = self._ask(names, deadline, prefix=True)
         for count, rows in enumerate(entries):
             if not rows:
                 return count
@@ -179,12 +184,14 @@ class BatchReader:
         names = call.names
         if len(which) < len(names):
             names = [names[i] for i in which]
-        for i, rows in zip(which, self._ask(names, call.deadline), strict=True):
+        for i, rows in zip(which, self.locate(names, call.deadline), strict=True):
             call.plans[i] = rows
             if not rows:
                 call.result.codes[i] = _MISS
 
-    def _ask(self, names: Sequence[bytes], deadline: Deadline, prefix: bool = False) -> list[bytes]:
+    def _ask(
+        self, names: Sequence[bytes], deadline: Deadline, prefix: bool = False
+    ) -> tuple[list[bytes], Placements]:
         """One Locate. Rows a key, which the cache has learnt; with prefix up to the first miss."""
         flight = self.cache.depart()
         entries: list[bytes] = []
@@ -196,7 +203,7 @@ class BatchReader:
             entries = self._entries(placements, asked_at_ms)
         finally:
             self.cache.arrive(flight, names[: len(entries)], entries)
-        return entries
+        return entries, placements
 
     def _entries(self, placements: Placements, asked_at_ms: int) -> list[bytes]:
         rows = placements.rows

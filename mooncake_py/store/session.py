@@ -12,7 +12,10 @@
 Rules.
 * A reading session is about the objects that were there when it began. A key whose object is
   removed or evicted meanwhile fails for the rest of the session; parts of an older and a newer
-  object under one key are never mixed. Leases are renewed as the session goes on.
+  object under one key are never mixed. Leases are renewed as the session goes on. An object that
+  moves (to another node, to or from a disk) or gets another replica stays the same object: the
+  master names it by a generation of its own, and one that cannot be read where it was is looked
+  for once in that call, and at every renewal.
 * A writing session collects in memory that nodes on this host map (`alloc`). The parts move to the
   nodes at commit, so the objects become visible together, and an abandoned session leaves nothing.
   What was never written is zeros.
@@ -29,61 +32,83 @@ from typing import Any, Self
 
 import numpy as np
 
+from mooncake_py.clock import Deadline
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
 from mooncake_py.model import OBJECT_MAX_BYTES
+from mooncake_py.store.outcomes import GetOutcome
 from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.stripes import object_length
 from mooncake_py.wire.rows import EXTENT
 
 PIECE_ALIGN_BYTES = 64
+LOOK_MS = 1_000  # as if by a lease of that length, when nothing can be read just now
 
-Locate = Callable[[], list[bytes]]
-Read = Callable[[list[bytes], Sequence[Any] | None, Sequence[tuple[int, int]]], list[Any]]
+Locate = Callable[[Deadline], tuple[list[bytes], list[int]]]
+Read = Callable[
+    [list[bytes], Sequence[Any] | None, Sequence[tuple[int, int]], Deadline], list[GetOutcome]
+]
 
 
 class ReadSession:
     """Made by `StoreClient.session`. `present[i]`: key i has an object; `lengths[i]`: its bytes."""
 
     def __init__(
-        self, keys: Sequence[str], locate: Locate, read: Read, now_ms: Callable[[], int]
+        self,
+        keys: Sequence[str],
+        locate: Locate,
+        read: Read,
+        deadline: Callable[[], Deadline],
+        now_ms: Callable[[], int],
     ) -> None:
         self._keys = keys
         self._locate = locate
         self._read = read
+        self._deadline = deadline
         self._now_ms = now_ms
-        self._renew_at_ms = 0
-        self._rows: list[bytes] = []
-        self._renew()
+        self._rows, self._objects = locate(deadline())
+        self._renew_at_ms = self._renewal()
         self.present = [bool(rows) for rows in self._rows]
         self.lengths = [object_length(rows) for rows in self._rows]
 
     def __repr__(self) -> str:
         return f"<ReadSession of {len(self._keys)} keys, {sum(map(bool, self._rows))} readable>"
 
-    def _renew(self) -> None:
-        """New leases; and what is another object by now is not ours any more."""
-        found = self._locate()
+    def _renewal(self) -> int:
+        """When a third of the shortest lease will be left."""
         now_ms = self._now_ms()
-        leases = [_column(rows, "expires_ms") for rows in found if rows]
-        self._renew_at_ms = now_ms + max(1, min(leases, default=now_ms) - now_ms) * 2 // 3
-        if not self._rows:
-            self._rows = found
-            return
-        for i, (old, new) in enumerate(zip(self._rows, found, strict=True)):
-            same = old and new and _column(old, "generation") == _column(new, "generation")
-            self._rows[i] = new if same else b""
+        leases = [_lease_end(rows) for rows in self._rows if rows]
+        return now_ms + max(1, min(leases, default=now_ms + LOOK_MS) - now_ms) * 2 // 3
 
-    def read(
-        self, offset: int, nbytes: int, into: Sequence[Any] | None = None
-    ) -> list[bytes | int | MooncakeError]:
+    def _renew(self, deadline: Deadline) -> None:
+        """New leases; and what is another object by now is not ours any more. (One that is nowhere
+        to be read may be again.)"""
+        found, objects = self._locate(deadline)
+        for i, (ours, theirs) in enumerate(zip(self._objects, objects, strict=True)):
+            self._rows[i] = found[i] if ours and ours == theirs else b""
+            if theirs and ours != theirs:
+                self._objects[i] = 0
+        self._renew_at_ms = self._renewal()
+
+    def read(self, offset: int, nbytes: int, into: Sequence[Any] | None = None) -> list[GetOutcome]:
         """The same part of every object, into one target a key or as bytes. One outcome a key,
         in order, as of `get_batch`."""
-        if self._now_ms() >= self._renew_at_ms:
-            self._renew()
+        deadline = self._deadline()
+        fresh = any(self._objects) and self._now_ms() >= self._renew_at_ms
+        if fresh:
+            self._renew(deadline)
         ranges = [(offset, nbytes)] * len(self._keys)
-        outcomes = self._read(self._rows, into, ranges)
-        for i, outcome in enumerate(outcomes):
-            if isinstance(outcome, ObjectNotFound):
+        outcomes = self._read(self._rows, into, ranges, deadline)
+        missed = [i for i, rows in enumerate(self._rows) if rows and _is_miss(outcomes[i])]
+        if missed and not fresh:  # it may have moved
+            self._renew(deadline)
+            rows = [b""] * len(self._keys)
+            for i in missed:
+                rows[i] = self._rows[i]
+            again = self._read(rows, into, ranges, deadline)
+            for i in missed:
+                outcomes[i] = again[i]
+        for i in missed:
+            if _is_miss(outcomes[i]):
                 self._rows[i] = b""
         return outcomes
 
@@ -97,10 +122,15 @@ class ReadSession:
         trace: TracebackType | None,
     ) -> None:
         self._rows = [b""] * len(self._keys)
+        self._objects = [0] * len(self._keys)
 
 
-def _column(rows: bytes, name: str) -> int:
-    return int(np.frombuffer(rows, EXTENT)[name][0]) if rows else 0
+def _is_miss(outcome: GetOutcome) -> bool:
+    return isinstance(outcome, ObjectNotFound)
+
+
+def _lease_end(rows: bytes) -> int:
+    return int(np.frombuffer(rows, EXTENT)["expires_ms"][0])
 
 
 class WriteSession:

@@ -73,6 +73,24 @@ class Placements:
     rows: npt.NDArray[np.void]
     lease_ms: int
     parts: npt.NDArray[np.void]
+    named: npt.NDArray[np.uint64] | None = None  # `objects`, if some replica has another one
+
+    def objects(self) -> npt.NDArray[np.uint64]:
+        """Per key the generation that the object has wherever it lies, 0 for a miss. (A replica
+        that was copied has one of its own.)"""
+        if self.named is not None:
+            return self.named
+        return _own_generations(len(self.status), self.rows, self.parts)
+
+
+def _own_generations(
+    count: int, rows: npt.NDArray[np.void], parts: npt.NDArray[np.void]
+) -> npt.NDArray[np.uint64]:
+    """Of objects none of whose replicas was copied."""
+    found = np.zeros(count, np.uint64)
+    for table in (parts[::-1], rows):  # of parts the first one's
+        found[table["key_index"]] = table["generation"]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +361,20 @@ def placements(replies: Sequence[tuple[int, pb.LocateReply]]) -> Placements:
         tables[0] if len(tables) == 1 else np.concatenate(tables),
         min(reply.lease_ms for _, reply in replies),
         parts[0] if len(parts) == 1 else np.concatenate(parts),
+        _named([reply for _, reply in replies]),
     )
+
+
+def _named(replies: Sequence[pb.LocateReply]) -> npt.NDArray[np.uint64] | None:
+    """Own generations, unless each replica has that of its object."""
+    if not any(reply.objects for reply in replies):
+        return None
+    found = []
+    for reply in replies:
+        tables = np.frombuffer(reply.placements, PLACEMENT), np.frombuffer(reply.parts, PART)
+        named = np.frombuffer(reply.objects, np.uint64)
+        found.append(named if len(named) else _own_generations(len(reply.status), *tables))
+    return np.concatenate(found)
 
 
 def _shifted(rows: npt.NDArray[np.void], keys: int, segments: int) -> npt.NDArray[np.void]:

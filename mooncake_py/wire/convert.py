@@ -309,6 +309,7 @@ def located(answer: c.Located, term: int, segments: list[pb.Segment]) -> bytes:
         placements=answer.placements,
         lease_ms=answer.lease_ms,
         parts=answer.parts,
+        objects=answer.objects,
     ).SerializeToString()
 
 

@@ -6,18 +6,22 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
-from daemons import calls
+from daemons import calls, status, wait_until
 
 from mooncake_py import StoreClient
 from mooncake_py.errors import ObjectExists, ObjectNotFound, UsageError
+from mooncake_py.master.client import MasterClient
+from mooncake_py.master.commands import CopyObjects
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 from mooncake_py.store.aio import AsyncStoreClient
 
 MIB = 1 << 20
 VERBS = ("PutStart", "PutEnd", "PutRevoke", "Locate", "Exists", "Remove", "Report")
+LEASE_MS = 300
 LAYERS, LAYER_BYTES, PAGES = 80, 2_000, 16
 
 
@@ -90,6 +94,38 @@ def test_f33_a_session_never_mixes_two_objects_of_one_key(store: StoreClient) ->
         second = reading.read(500, 500)
         assert second[2] == b"k" * 500
         assert second[0] == b"o" * 500 or isinstance(second[0], ObjectNotFound)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("often", [True, False])
+def test_f33_a_session_goes_on_when_its_object_moves(transport: str, often: bool) -> None:
+    """`often`: it is read all the time; else the leases end while nothing is read."""
+    arguments = ["--set", f"lease_ms={LEASE_MS}"]
+    options = ClusterOptions(node_count=2, segment_bytes=16 * MIB, master_arguments=arguments)
+    with (
+        Cluster(options) as cluster,
+        StoreClient(cluster.address, transports=(transport,)) as store,
+        closing(MasterClient(cluster.address)) as master,
+    ):
+        store.put("moves", bytes(range(256)))
+        (here,) = [each.node for each in status(cluster).segments if each.used_bytes]
+        (there,) = [each.node for each in status(cluster).segments if each.node != here]
+        with store.session(["moves"]) as reading:
+            assert reading.read(0, 100) == [bytes(range(100))]
+
+            move = CopyObjects("default", [b"moves"], there, here)
+
+            def moved() -> bool:
+                if often:
+                    assert reading.read(100, 100) == [bytes(range(100, 200))]
+                return not any(master.copy(move, timeout_ms=5_000))
+
+            wait_until(moved)
+            until = time.monotonic() + 2 * LEASE_MS / 1_000
+            while time.monotonic() < until:
+                found = reading.read(200, 56) if often else [store.get("moves", offset=200)]
+                assert found == [bytes(range(200, 256))]
+            assert reading.read(200, 56) == [bytes(range(200, 256))]
 
 
 def test_f52_a_thousand_concurrent_gets_on_one_thread(counted: Cluster) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 from catalog_model import Driver, check_invariants, picture, place_rows
 
 from mooncake_py.errors import (
@@ -28,6 +30,8 @@ from mooncake_py.master.objects import PLACE_BITS
 from mooncake_py.master.records import unpack
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.shadow import Shadow
+from mooncake_py.wire.answers import placements
+from mooncake_py.wire.v1 import master_pb2 as pb
 
 KIB = 1 << 10
 S = CatalogSettings(objects_max=1 << 14)
@@ -65,6 +69,27 @@ def emptied(driver: Driver, what: str) -> DrainInfo:
         driver.work_off()
         check_invariants(driver.catalog)
     raise AssertionError("the drain does not end")
+
+
+def test_f33_what_moved_is_still_named_by_the_generation_of_its_put() -> None:
+    driver = Driver(S)
+    driver.mount("a", 512 * KIB)
+    driver.put([b"k", b"stays"])
+    driver.mount("b", 512 * KIB)
+    asked = [b"none", b"k", b"stays"]
+    before = driver.locate(asked)
+    assert before.objects == b"", "it needs no word of its own"
+    (own, other) = [row[4] for row in place_rows(before)]
+    copy(driver, [b"k"], "b", "a")
+    driver.work_off()
+    assert copy(driver, [b"k"], "b", "a") == [OK]
+    after = driver.locate(asked)
+    assert [row[4] == own for row in place_rows(after)] == [False, False], "a replica of its own"
+    assert after.objects == struct.pack("<3Q", 0, own, other)
+    reply = pb.LocateReply(status=after.status, placements=after.placements, objects=after.objects)
+    plain = pb.LocateReply(status=before.status, placements=before.placements)
+    assert placements([(0, plain)]).objects().tolist() == [0, own, other]
+    assert placements([(0, plain), (3, reply)]).objects().tolist() == [0, own, other] * 2
 
 
 # --- drain --------------------------------------------------------------------------------------

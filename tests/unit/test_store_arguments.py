@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mooncake_py.clock import Deadline, ManualClock
 from mooncake_py.errors import UsageError
 from mooncake_py.model import DEFAULT_POLICY, ReplicaPolicy
 from mooncake_py.store.aio import AsyncStoreClient
@@ -134,5 +135,9 @@ def test_what_the_client_hands_out_says_what_it_is() -> None:
     assert repr(ObjectView("key", b"four")) == (
         "<ObjectView 'key': 4 bytes in .memory, a private copy>"
     )
-    reading = ReadSession(["a", "b"], lambda: [b"", b""], lambda *_: [], lambda: 0)
+    clock = ManualClock()
+    reading = ReadSession(
+        ["a", "b"], lambda _: ([b"", b""], [0, 0]), lambda *_: [], lambda: Deadline(1, clock),
+        clock.now_ms,
+    )  # fmt: skip
     assert repr(reading) == "<ReadSession of 2 keys, 0 readable>"

@@ -148,6 +148,7 @@ class LocateReply(Message):
     placements: bytes
     lease_ms: int
     parts: bytes
+    objects: bytes
     def __init__(
         self,
         *,
@@ -157,6 +158,7 @@ class LocateReply(Message):
         placements: bytes | None = ...,
         lease_ms: int | None = ...,
         parts: bytes | None = ...,
+        objects: bytes | None = ...,
     ) -> None: ...
 
 class PutStartRequest(Message):
