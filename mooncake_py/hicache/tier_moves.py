@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from mooncake_py.errors import UsageError
 from mooncake_py.hicache.kv_pages import KvPages
 from mooncake_py.hicache.prefetch import Prefetcher, Store
 from mooncake_py.hicache.radix_tree import Freed, Node, RadixTree
@@ -50,6 +51,7 @@ class TierMoves:
         self._up, self._down, self._write = (self.work.lane(n, 1) for n in ("up", "down", "write"))
         self._queued_pages = 0  # waiting to be stored
         self._copying = 0  # nodes on their way to the host
+        self._storing = True
 
     def use_store(self, store: Store, prefix: str) -> None:
         """Once, before anything else."""
@@ -63,8 +65,19 @@ class TierMoves:
     # --- L2 to L1 ---
 
     def load(self, load: Load, node: Node, host: list[int], device: list[int], after: Mark) -> None:
-        """`node`'s host pages are locked; the task unlocks them."""
-        self._up.submit(lambda: self._copy_up(load, node, host, device, after))
+        """`node`'s host pages are locked; the task unlocks them. UsageError: after `close`."""
+        try:
+            self._up.submit(lambda: self._copy_up(load, node, host, device, after))
+        except UsageError as error:
+            load.fail(error)
+            self._end_load(load, node)
+            raise
+
+    def _end_load(self, load: Load, node: Node) -> None:
+        load.end()
+        with self.changed:
+            self.tree.unlock_host(node)
+            self.changed.notify_all()
 
     def _copy_up(
         self, load: Load, node: Node, host: list[int], device: list[int], after: Mark
@@ -83,10 +96,7 @@ class TierMoves:
             self.streams.finish(mark)  # nothing of it goes on when the pages change hands
             raise
         finally:
-            load.end()
-            with self.changed:
-                self.tree.unlock_host(node)
-                self.changed.notify_all()
+            self._end_load(load, node)
 
     # --- L1 to L2 ---
 
@@ -145,9 +155,11 @@ class TierMoves:
         assert self.host is not None
         mark = after
         with Seconds(self.work) as took:
-            for layer in range(self.device.shape.layer_count):
-                mark = self.streams.copy(self.device, self.host, layer, device, host, after)
-            self.streams.finish(mark)
+            try:
+                for layer in range(self.device.shape.layer_count):
+                    mark = self.streams.copy(self.device, self.host, layer, device, host, after)
+            finally:
+                self.streams.finish(mark)  # nothing of it goes on when the pages change hands
         self.report.moved("L1 to L2", len(host) * self.device.shape.page_bytes, took.s)
 
     def _attach(self, node: Node, host: list[int], copied: bool) -> None:
@@ -170,6 +182,9 @@ class TierMoves:
 
     def _queue_for_store(self, node: Node) -> None:
         if self._store is None or node.host is None or not self.options.writes_store:
+            return
+        if not self._storing:
+            self.report.add("dropped_pages", "the cache was closed", len(node.host))
             return
         if self._queued_pages + len(node.host) > self.options.queue_pages_max:
             self.report.add("dropped_pages", "the store is too slow", len(node.host))
@@ -299,5 +314,8 @@ class TierMoves:
         """Copies end first, because they queue for the store."""
         if self.prefetcher is not None:
             self.prefetcher.close()
-        for lane in (self._up, self._down, self._write):
-            lane.close()
+        self._up.close()
+        self._down.close()
+        with self.changed:  # a request that goes on may still copy to the host for room
+            self._storing = False
+        self._write.close()

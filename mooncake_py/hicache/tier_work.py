@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from mooncake_py.clock import stopwatch_ns
+from mooncake_py.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class Flag(Protocol):
 class Lane(Protocol):
     """Workers that take tasks in the order in which they were given."""
 
-    def submit(self, task: Callable[[], object]) -> None: ...
+    def submit(self, task: Callable[[], object]) -> None:
+        """UsageError: it was closed."""
 
     def close(self) -> None:
         """Ends the workers, when everything that was submitted is done."""
@@ -67,7 +69,10 @@ class _ThreadLane:
         self._threads = ThreadPoolExecutor(count, name)
 
     def submit(self, task: Callable[[], object]) -> None:
-        self._threads.submit(_logged, task)
+        try:
+            self._threads.submit(_logged, task)
+        except RuntimeError as error:
+            raise UsageError("the cache was closed") from error
 
     def close(self) -> None:
         self._threads.shutdown()

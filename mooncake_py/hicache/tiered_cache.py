@@ -94,7 +94,11 @@ class TieredCache:
         usable = self._agree(min(found, most))
         with self._changed:
             self._hold(request, usable)
-        self._start_prefetch(request, most)
+        try:
+            self._start_prefetch(request, most)
+        except BaseException:
+            request.close()  # nobody else has it
+            raise
         request._parts_s["match"] = (self._work.now_ns() - request._began_ns) / 1e9
         return request
 
@@ -159,16 +163,17 @@ class TieredCache:
 
     def _load(self, request: Request) -> Load:
         """A rank that has no room says so to the others, which then load as little as it does."""
-        load = request._load = Load(self.device.shape.layer_count, self._work, self._moves.streams)
+        load = Load(self.device.shape.layer_count, self._work, self._moves.streams)
         on_device = len(request.device_pages)
         node = None
         with self._changed:
             pages = self._moves.take_device(len(request._host))
             request._own |= set(pages or ())
-        after = self._moves.streams.produced()  # now: it had to wait for the pages perhaps
+        request._load = load
         if pages is None:
             self.report.add("dropped_pages", "no device room for a load", len(request._host))
         try:
+            after = self._moves.streams.produced()  # now: it had to wait for the pages perhaps
             usable = self._agree(request._cached if pages is not None else on_device)
         except BaseException:
             load.end()  # nothing was started

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -312,6 +312,65 @@ def test_f66_the_first_layer_is_computed_while_the_next_is_loaded() -> None:
             streams.gate.set()
             load.wait_layer(2, timeout_ms=WAIT_MS)
             check(cache, "", prompt(0, 8), request.device_pages)
+
+
+class FailingStreams(CpuStreams):
+    """A copy happens when it is waited for. The last layer cannot be copied to the host."""
+
+    def __init__(self) -> None:
+        self.given: list[Callable[[], object]] = []
+
+    def copy(self, source, target, layer, from_pages, to_pages, after):  # type: ignore[no-untyped-def]
+        if layer == SHAPE.layer_count - 1 and target.layout == "page_first":
+            raise RuntimeError("an error of the device")
+        self.given.append(lambda: copy_layer(source, target, layer, from_pages, to_pages))
+        return len(self.given)
+
+    def finish(self, mark: object) -> None:
+        while self.given:
+            self.given.pop(0)()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_f66_pages_of_a_copy_that_fails_are_used_again_when_nothing_of_it_goes_on(
+    policy: str,
+) -> None:
+    streams, host = FailingStreams(), KvPages(SHAPE, 8, layout="page_first")
+
+    class Failing(TieredCache):
+        def _machine(self) -> Machine:
+            return Machine(ThreadWork(), streams)
+
+    on_the_way: list[int] = []
+    give_back = host.give_back
+
+    def watched(pages: Sequence[int]) -> None:
+        on_the_way.extend([len(streams.given)] * len(pages))
+        give_back(pages)
+
+    host.give_back = watched  # type: ignore[method-assign]
+    with Failing(KvPages(SHAPE, 4), host, options=TierOptions(write_policy=policy)) as cache:
+        serve(cache, prompt(0, 4))
+        serve(cache, prompt(1, 4))  # its pages are those of the first, for which write_back copies
+        assert cache.flush(timeout_ms=WAIT_MS)
+    assert host.free_count == 8
+    assert on_the_way
+    assert not any(on_the_way)
+
+
+def test_f66_a_request_of_a_closed_cache_ends_at_once_and_says_so() -> None:
+    cache = TieredCache(KvPages(SHAPE, 8), KvPages(SHAPE, 32, layout="page_first"))
+    for number in range(2):
+        serve(cache, prompt(number, 8))
+        assert cache.flush(timeout_ms=WAIT_MS)
+    request = cache.begin(prompt(0, 8))
+    assert request._host
+    cache.close()
+    with pytest.raises(UsageError, match="closed"):
+        request.load()
+    request.close()
+    assert not request._own
+    assert not any(node.host_locks or node.device_locks for node in cache._tree.nodes())
 
 
 def test_namespaces_do_not_share_pages() -> None:
