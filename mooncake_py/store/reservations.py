@@ -157,6 +157,8 @@ class ReservationPool:
             )
         except MooncakeError as error:
             log.debug("no reservations: %s", error)
+        except Exception:
+            log.exception("reservations were not fetched in a way that must not be; puts go on")
         until_ms = asked_ms + lifetime_ms * 3 // 4  # the rest is for the put itself
         with self._lock:
             stock.filling = False

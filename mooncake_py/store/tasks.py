@@ -147,7 +147,7 @@ class TaskRunner:
             peer = self._peer(source)
             self._holder.engine.read(peer, slices, timeout_ms=_READ_MS)
         except MooncakeError as error:
-            self._peers.pop((source.segment_id, source.incarnation), None)
+            self._forget((source.segment_id, source.incarnation))
             found = np.minimum(slices["status"][:n], slices["status"][n : 2 * n])
             judged[:] = np.minimum(found, slices["status"][2 * n :])
             if not judged.any():
@@ -169,12 +169,16 @@ class TaskRunner:
             self._peers[name] = peer
         return peer
 
-    def close(self) -> None:
-        """Let go of the other nodes. After the thread has ended."""
-        peers, self._peers = list(self._peers.values()), {}
-        for peer in peers:
+    def _forget(self, name: tuple[int, int]) -> None:
+        peer = self._peers.pop(name, None)
+        if peer is not None:
             with suppress(MooncakeError):  # it is gone already, which is what close wants
                 peer.close()
+
+    def close(self) -> None:
+        """Let go of the other nodes. After the thread has ended."""
+        for name in list(self._peers):
+            self._forget(name)
 
 
 def _parts(copies: Rows, begun: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
