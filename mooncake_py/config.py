@@ -90,7 +90,7 @@ class MasterSettings:
 class NodeSettings:
     """A node: what it offers, to whom, and how it is reached."""
 
-    master: str = "127.0.0.1:50051"  # gRPC API of the master; of several with commas between
+    master: str = "127.0.0.1:50051"  # gRPC API, of several with commas between; or etcd://...
     listen: str = "127.0.0.1:0"  # of the transfer engine; port 0: any free one
     advertise: str = ""  # host that others reach this one by; "": the listening one
     name: str = ""  # unique in the cluster; "": host name and port
@@ -141,8 +141,7 @@ class NodeSettings:
         if len(self.domain.encode()) > NODE_NAME_MAX_BYTES:
             raise UsageError(f"domain has up to {NODE_NAME_MAX_BYTES} bytes", got=self.domain)
         check_host("advertise", self.advertise)
-        for master in self.master.split(","):
-            split_address(master.strip())
+        _check_masters(self.master)
         host, _ = split_address(self.listen)
         if host in ("", "0.0.0.0", "::") and not self.advertise:
             raise UsageError(
@@ -151,6 +150,13 @@ class NodeSettings:
             )
         if self.health_listen not in ("auto", "off"):
             split_address(self.health_listen)
+
+
+def _check_masters(text: str) -> None:
+    """UsageError: an address that is no HOST:PORT. One of etcd is read by who opens it."""
+    if not text.startswith(("etcd://", "etcds://")):
+        for master in text.split(","):
+            split_address(master.strip())
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mooncake_py.config import (
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MASTER_DEFAULT = "127.0.0.1:50051"
 SEGMENT_DEFAULT_BYTES = 16 << 20  # of the dictionary form
+CLUSTER_DEFAULT = "mooncake_cluster"  # of `mooncake_master --enable_ha`, unless it is told another
 SETUP_MS = 20_000
 SEGMENT_MIN_BYTES = 1 << 20
 HOST_PROTOCOLS = frozenset({"", "tcp", "shm", "local"})
@@ -92,13 +93,29 @@ def host_and_port(hostname: str) -> tuple[str, int]:
     return split_address(hostname) if ":" in hostname else (hostname, 0)
 
 
-def open_client(options: SetupOptions) -> tuple[StoreClient, Node | None]:
-    """Raises what StoreClient and Node raise, and UsageError for an address with a scheme."""
-    if "://" in options.master_server_addr:
+def master_of(address: str) -> str:
+    """Our form of upstream's address: host:port, of several with commas between; or
+    `etcd://a:1;b:2`, which says who leads, in the cluster that `MC_METADATA_CLUSTER_ID` names, or a
+    path behind it, else in the one that `mooncake_master` uses. UsageError: of another kind."""
+    scheme, found, rest = address.partition("://")
+    if not found:
+        return address.replace(";", ",")
+    if scheme not in ("etcd", "etcds"):
         raise UsageError(
-            "a master is named by host:port, of several with commas between",
-            got=options.master_server_addr,
+            f"masters are not found by {scheme}",
+            remedy="name them as host:port with commas between, or by etcd://host:port;host:port",
+            got=address,
         )
+    members = rest.replace("http://", "").replace("https://", "").rstrip("/")
+    if "/" in members:
+        return f"{scheme}://{members}"
+    cluster = upstream_variable("MC_METADATA_CLUSTER_ID") or CLUSTER_DEFAULT
+    return f"{scheme}://{members}/{cluster.strip('/')}"
+
+
+def open_client(options: SetupOptions) -> tuple[StoreClient, Node | None]:
+    """Raises what StoreClient and Node raise, and UsageError for an address of another scheme."""
+    options = replace(options, master_server_addr=master_of(options.master_server_addr))
     client = StoreClient(
         options.master_server_addr,
         tenant=options.tenant_id,
@@ -108,20 +125,22 @@ def open_client(options: SetupOptions) -> tuple[StoreClient, Node | None]:
     if options.global_segment_size <= 0:
         return client, None
     try:
-        return client, _node(options)
+        return client, open_node(options, options.global_segment_size)
     except BaseException:
         client.close()
         raise
 
 
-def _node(options: SetupOptions) -> Node:
-    """This process offers memory itself, on the host that it was told."""
+def open_node(options: SetupOptions, nbytes: int, file: str = "") -> Node:
+    """This process offers memory itself, on the host that it was told; file: in which that memory
+    lies, and outlives the process. Raises what Node raises."""
     host, _ = host_and_port(options.local_hostname)
     node = Node(
         NodeSettings(
-            master=options.master_server_addr,
+            master=master_of(options.master_server_addr),
             listen=join_address(host, 0),
-            segment_bytes=max(SEGMENT_MIN_BYTES, options.global_segment_size),
+            segment_bytes=max(SEGMENT_MIN_BYTES, nbytes),
+            segment_file=file,
             health_listen="off",
             start_ms=SETUP_MS,
             drain_ms=0,

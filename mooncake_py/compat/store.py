@@ -15,6 +15,12 @@ from mooncake_py.compat import codes
 from mooncake_py.compat.guard import guarded, nothing, one, per_key
 from mooncake_py.compat.host_memory import MooncakeHostMemAllocator, bind_to_numa_node
 from mooncake_py.compat.lifecycle import SetupOptions, open_client, options_of
+from mooncake_py.compat.placement import (
+    PlacementCalls,
+    QueryTaskResponse,
+    TaskStatus,
+    TaskType,
+)
 from mooncake_py.compat.replicas import (
     BufferHandle,
     ObjectDataType,
@@ -23,7 +29,7 @@ from mooncake_py.compat.replicas import (
     SoftPinAction,
 )
 from mooncake_py.compat.sessions import SessionCalls
-from mooncake_py.compat.tensors import TensorCalls
+from mooncake_py.compat.tensor_files import TensorFileCalls
 from mooncake_py.errors import MooncakeError, UsageError
 from mooncake_py.model import BATCH_MAX_KEYS
 from mooncake_py.store.client import StoreClient
@@ -34,9 +40,12 @@ __all__ = [
     "MooncakeDistributedStore",
     "MooncakeHostMemAllocator",
     "ObjectDataType",
+    "QueryTaskResponse",
     "ReplicaDescriptor",
     "ReplicateConfig",
     "SoftPinAction",
+    "TaskStatus",
+    "TaskType",
     "bind_to_numa_node",
 ]
 
@@ -51,7 +60,8 @@ _ONE = (
     "put_from_with_metadata", "upsert", "upsert_parts", "upsert_batch", "upsert_from", "get_into",
     "is_exist", "get_size", "remove", "remove_by_regex", "remove_all", "setup_dummy",
     "put_tensor", "pub_tensor", "put_tensor_from", "upsert_tensor", "upsert_pub_tensor",
-    "put_tensor_with_tp", "pub_tensor_with_tp",
+    "put_tensor_with_tp", "pub_tensor_with_tp", "save_tensor_to_safetensor", "unmount_segment",
+    "unmount_and_free_segment",
 )  # fmt: skip
 _PER_KEY = (
     "batch_put_from", "batch_put_from_multi_buffers", "batch_upsert_from", "batch_get_into",
@@ -61,7 +71,9 @@ _PER_KEY = (
     "batch_put_tensor", "batch_pub_tensor", "batch_put_tensor_from", "batch_upsert_tensor",
     "batch_upsert_pub_tensor", "batch_put_tensor_with_tp",
 )  # fmt: skip
-_NONE = ("get_buffer", "get_tensor", "get_tensor_into", "get_tensor_with_tp")
+_NONE = ("get_buffer", "get_tensor", "get_tensor_into", "get_tensor_with_tp",
+    "load_tensor_from_safetensor",
+)  # fmt: skip
 _NONE_PER_KEY = (
     "batch_get_buffer", "batch_get_tensor", "batch_get_tensor_into", "batch_get_tensor_with_tp",
 )  # fmt: skip
@@ -75,12 +87,21 @@ _NONE_PER_KEY = (
         **dict.fromkeys(_NONE_PER_KEY, nothing([None])),
         "get": nothing(b""),
         "get_batch": nothing([b""]),
+        "create_copy_task": nothing(("", codes.INVALID_PARAMS)),
+        "create_move_task": nothing(("", codes.INVALID_PARAMS)),
+        "query_task": nothing((None, codes.INVALID_PARAMS)),
+        "mount_segment": lambda *_, **__: {"ret": codes.INVALID_PARAMS, "segment_ids": []},
+        "allocate_and_mount_segment": lambda *_, **__: {
+            "ret": codes.INVALID_PARAMS,
+            "segment_ids": [],
+            "allocated_size": 0,
+        },
         "get_into_ranges": lambda *_, **__: [],
         "get_replica_desc": lambda *_, **__: [],
         "batch_get_replica_desc": lambda *_, **__: {},
     }
 )
-class MooncakeDistributedStore(SessionCalls, TensorCalls):
+class MooncakeDistributedStore(SessionCalls, TensorFileCalls, PlacementCalls):
     """Thread-safe, except that `setup` and `close` are for one thread at a time."""
 
     # --- lifecycle ---
@@ -125,6 +146,7 @@ class MooncakeDistributedStore(SessionCalls, TensorCalls):
         except MooncakeError as error:
             log.error("setup failed: %s", error)
             return codes.code_of(error), str(error)
+        self._options = wanted
         self._hostname = self._node.name if self._node is not None else wanted.local_hostname
         return codes.OK, ""
 
@@ -135,6 +157,7 @@ class MooncakeDistributedStore(SessionCalls, TensorCalls):
     def close(self) -> int:
         client, self._client = self._client, None
         node, self._node = self._node, None
+        self._unmount_all()
         self._registered.clear()
         self._memory = RawMemory()
         with self._written_lock:

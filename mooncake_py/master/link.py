@@ -11,7 +11,7 @@ Rules:
   (`Method.repeatable`). What an engine may use for bytes does not bind the lane: where that leaves
   no way to a master, which has no RDMA device to offer, the lane gets an engine of its own.
 * Of several masters the one that leads is found and followed: one that follows names it, one that
-  is not there, or silent for `ASK_MS`, is left for the next.
+  is not there, or silent for `ASK_MS`, is left for the next, or for whom etcd names.
 * Answers of an older term than one seen before are refused: a master that was replaced.
 
 Thread-safe. The calls themselves are in `client.py`.
@@ -47,10 +47,12 @@ from mooncake_py.wire.answers import (
 from mooncake_py.wire.lane import Method
 
 if TYPE_CHECKING:  # a client without an engine does not load the native core
+    from mooncake_py.master.leader import LeaderFinder
     from mooncake_py.transfer import Peer, TransferEngine
 
 log = logging.getLogger(__name__)
 
+FIND_MS = 10_000  # how long one who knows etcd alone waits for a leader
 RECONNECT_MS = 1_000  # how long a call waits for a master that is not there
 LANE_OPEN_MS = 1_000
 LANE_RETRY_MS = 5_000  # until a lane that could not be opened is tried again
@@ -66,9 +68,10 @@ T = TypeVar("T")
 class MasterLink:
     """The connection of one process to its master, whoever that is just now.
 
-    `address`: `HOST:PORT` of the gRPC API, of several masters with commas between. `role` is what
-    the master calls this process in its messages. Nothing is connected before the first call.
-    Raises UsageError for a bad address;
+    `address`: `HOST:PORT` of the gRPC API, of several masters with commas between, or the address
+    of the etcd that they share (`etcd://h1,h2/prefix`), which is asked who leads, for `find_ms` at
+    most. `role` is what the master calls this process in its messages. No master is connected
+    before the first call. Raises UsageError for a bad address, MasterUnavailable when nobody leads;
     calls raise `MasterUnavailable`, `Backpressure`, `VersionMismatch`, `NotLeader`, `UsageError`.
     """
 
@@ -79,13 +82,15 @@ class MasterLink:
         engine: TransferEngine | None = None,
         role: str = "client",
         clock: Clock | None = None,
+        find_ms: int = FIND_MS,
     ) -> None:
-        self._route = Route(address)
+        self._clock = clock or SystemClock()
+        self._finder: LeaderFinder | None = None
+        self._route = self._find_route(address, find_ms)
         self.address = address
         self._engine = engine
         self._lane_engine: TransferEngine | None = None  # ours, if the given one has no way there
         self._role = role
-        self._clock = clock or SystemClock()
         self._connecting = threading.Lock()
         self._info: ClusterInfo | None = None
         self._cluster_id, self._term = "", 0
@@ -93,6 +98,18 @@ class MasterLink:
         self._lane_retry_ms = 0
         self._closed = False
         self._pause = threading.Event()  # never set: to wait a little
+
+    def _find_route(self, address: str, find_ms: int) -> Route:
+        if not address.startswith(("etcd://", "etcds://")):
+            return Route(address)
+        from mooncake_py.master.leader import LeaderFinder  # noqa: PLC0415  (few name etcd)
+
+        self._finder = LeaderFinder(address, self._clock)
+        try:
+            return Route(self._finder.wait(find_ms), self._finder.find)
+        except BaseException:
+            self._finder.close()
+            raise
 
     def connect(self, *, timeout_ms: int) -> ClusterInfo:
         """Compare versions and learn the master's limits; waits for a master to come up."""
@@ -104,6 +121,8 @@ class MasterLink:
         self._closed = True
         self._drop_lane(self._peer)
         self._route.close()
+        if self._finder is not None:
+            self._finder.close()
         with self._connecting:
             if self._lane_engine is not None:
                 self._lane_engine.close()

@@ -1,7 +1,8 @@
 """Which master a client asks: the addresses it was given, and the one that leads.
 
 Any of them may be asked first. One that follows names the leader, and is believed: its hint may be
-an address that was not in the list. One that cannot be reached is left for the next in the list.
+an address that was not in the list. One that cannot be reached is left for the next in the list, or
+for the one that `discover` names (etcd's word, where only etcd's address is known).
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class Stop:
 
 
 class Route:
-    """`text`: `HOST:PORT[,HOST:PORT...]`. UsageError: not of this form. Thread-safe."""
+    """`text`: `HOST:PORT[,HOST:PORT...]`. discover: answers the leader's address, or "".
+    UsageError: not of this form. Thread-safe."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, discover: Callable[[], str] | None = None) -> None:
         self._lock = threading.Lock()
+        self._discover = discover
         names = [part.strip() for part in text.split(",")]
         if not all(names):
             raise UsageError(f"{text!r} names no master", remedy="write HOST:PORT[,HOST:PORT...]")
@@ -56,16 +59,20 @@ class Route:
 
     @property
     def several(self) -> bool:
-        return len(self._listed) > 1 or self.current is not self._listed[0]
+        several = len(self._listed) > 1 or self.current is not self._listed[0]
+        return several or self._discover is not None
 
     def turn(self, stop: Stop, hint: str = "") -> bool:
         """Away from `stop`, unless another thread has already turned: to the leader it hinted at,
         else to the next of the list. False: there is nowhere else to go."""
+        if not hint and self._discover is not None and self.current is stop:
+            hint = self._discover()  # not under the lock: it may take its time
         with self._lock:
             if self.current is not stop:
                 return True
             self.current = self._hinted(hint, stop) or self._next(stop)
-            return self.current is not stop
+            # Who can discover looks again, although the same one is named still.
+            return self.current is not stop or self._discover is not None
 
     def close(self) -> None:
         for stop in (*self._listed, *self._others.values()):
@@ -85,6 +92,8 @@ class Route:
         return self._others[hint]
 
     def _next(self, stop: Stop) -> Stop:
+        if self._discover is not None:
+            return stop
         if stop not in self._listed:
             return self._listed[0]
         return self._listed[(self._listed.index(stop) + 1) % len(self._listed)]

@@ -28,6 +28,7 @@ from mooncake_py.errors import (
     error_of,
 )
 from mooncake_py.master.client import MasterClient
+from mooncake_py.master.commands import CopyObjects
 from mooncake_py.model import DEFAULT_POLICY, OBJECT_MAX_BYTES, TENANT_MAX_BYTES, ReplicaPolicy
 from mooncake_py.store.arguments import (
     check_groups,
@@ -72,11 +73,12 @@ class ObjectInfo:
 class StoreClient:
     """A connection to one cluster, for one tenant.
 
-    master: "host:port" of mooncake-master, of several with commas between. transports: ways to
-    move bytes that may be used, best one is chosen per node; ("tcp",) forces TCP, "rdma" or
-    "rdma:mlx5_0+mlx5_1" uses RDMA between hosts, and tcp instead, with a warning, if that is
-    allowed too and no device is usable. timeout_ms: default deadline of every call. hedge_ms: how
-    long a read waits for one replica while there is another (0: half a second).
+    master: "host:port" of mooncake-master, of several with commas between, or the address of their
+    etcd ("etcd://h1,h2/prefix"), which says who leads. transports: ways to move bytes that may be
+    used, best one is chosen per node; ("tcp",) forces TCP, "rdma" or "rdma:mlx5_0+mlx5_1" uses RDMA
+    between hosts, and tcp instead, with a warning, if that is allowed too and no device is usable.
+    timeout_ms: default deadline of every call. hedge_ms: how long a read waits for one replica
+    while there is another (0: half a second).
 
     Raises MasterUnavailable when no master answers within timeout_ms, VersionMismatch, UsageError.
     """
@@ -103,7 +105,7 @@ class StoreClient:
         self._engine = TransferEngine(options_for(transports))
         try:
             self._master = MasterClient(
-                master, engine=self._engine, role="client", clock=self._clock
+                master, engine=self._engine, role="client", clock=self._clock, find_ms=timeout_ms
             )
             self._master.connect(timeout_ms=timeout_ms)
         except BaseException:
@@ -431,6 +433,30 @@ class StoreClient:
             for code, key in zip(removed.status.tolist(), texts, strict=True)
         ]
         return outcomes[0] if single else outcomes
+
+    def copy(
+        self,
+        keys: Sequence[str],
+        to_node: str,
+        *,
+        from_node: str = "",
+        timeout_ms: int | None = None,
+    ) -> list[PutOutcome]:
+        """Have objects copied to a node; with `from_node` they move, and have no replica there
+        then. One outcome a key, at once: None when it is so, Backpressure while it is in the making
+        (ask again), else what keeps it from being. Raises ObjectNotFound: there is no such node."""
+        texts = key_list(keys)
+        names = key_names(texts)
+        if not names:
+            return []
+        with self._calls:
+            wish = CopyObjects(self._tenant, names, to_node, from_node)
+            left_ms = self._deadline(timeout_ms).left_ms()
+            codes = self._master.copy(wish, timeout_ms=left_ms).tolist()
+        return [
+            error_of(code, "the object is not there yet, or cannot be", key=key) if code else None
+            for code, key in zip(codes, texts, strict=True)
+        ]
 
     def list(self, prefix: str = "", *, timeout_ms: int | None = None) -> Iterator[ObjectInfo]:
         """Complete objects whose key begins with `prefix`, in key order, fetched page by page.

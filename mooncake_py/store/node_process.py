@@ -176,7 +176,8 @@ class Node:
                 log.warning("the journal of the segment is not written anew: %s", error)
 
     def _connect(self) -> MasterClient:
-        return MasterClient(self._settings.master, role="node", clock=self._clock)
+        find_ms = self._settings.start_ms
+        return MasterClient(self._settings.master, role="node", clock=self._clock, find_ms=find_ms)
 
     def _segment_id(self) -> int:
         mounted = self._pulls.mounted
@@ -215,10 +216,10 @@ class Node:
             self._spawn(self._tend_file, "mooncake-journal")
         self._teller.start()
 
-    def stop(self) -> None:
-        """Take nothing new, let others copy what is here for as long as `drain_ms`, let running
-        pulls end, tell the master, release everything. Twice is fine: a start that fails has
-        stopped already."""
+    def stop(self, drain_ms: int | None = None) -> None:
+        """Take nothing new, let others copy what is here for as long as `drain_ms` (None: the
+        setting), let running pulls end, tell the master, release everything. Twice is fine: a start
+        that fails has stopped already."""
         if self._stopped:
             return
         self._stopped = True
@@ -226,7 +227,8 @@ class Node:
         stays = self._file is not None  # and so does what is in it: nothing is to be moved
         running = self._threads and self._pulls.mounted is not None
         if running and not stays and not self._closing.is_set():
-            self._empty(Deadline(self._settings.drain_ms, self._clock))
+            longest_ms = self._settings.drain_ms if drain_ms is None else drain_ms
+            self._empty(Deadline(longest_ms, self._clock))
         self._closing.set()
         for thread in self._threads:
             thread.join()

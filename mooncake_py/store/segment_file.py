@@ -213,6 +213,8 @@ class SegmentFile:
     def close(self) -> None:
         """After the segment and its region. Ends the lock."""
         self.memory.close()
+        if self._fd >= 0:  # by word: the engine may still have a duplicate, which would keep it
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         for fd in (self._journal_fd, self._fd):
             if fd >= 0:
                 os.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,30 @@ def test_f50_tensors_are_cut_for_tensor_parallel_ranks(store: MooncakeDistribute
     assert torch.equal(store.get_tensor_with_tp("whole", 1, 4, 0), tensor[2:4])
     assert store.put_tensor_with_tp("thin", tensor, tp_size=9) == -600
     assert [each.shape for each in store.batch_get_tensor_with_tp(["cut"], 1, 2)] == [(8, 3)]
+
+
+def test_f50_tensors_go_into_safetensors_files_and_back(
+    store: MooncakeDistributedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
+        name, file = f"file {dtype}", tmp_path / f"{dtype}.safetensors"
+        tensor = torch.rand(3, 5).mul(9).to(dtype)
+        assert store.put_tensor(name, tensor) == 0
+        assert store.save_tensor_to_safetensor(name, str(file)) == 0
+        assert store.remove(name, force=True) == 0
+        assert torch.equal(store.load_tensor_from_safetensor(name, str(file)), tensor)
+        assert torch.equal(store.get_tensor(name), tensor)
+        other = store.load_tensor_from_safetensor(str(file), name + " again")  # the other way round
+        assert torch.equal(other, tensor)
+        assert torch.equal(store.get_tensor(name + " again"), tensor)
+    monkeypatch.chdir(tmp_path)
+    assert store.put_tensor("plain", torch.ones(2)) == 0
+    assert store.save_tensor_to_safetensor("plain") == 0
+    assert torch.equal(store.load_tensor_from_safetensor("plain"), torch.ones(2))
+    assert store.save_tensor_to_safetensor("absent", str(tmp_path / "x")) == -704
+    assert not (tmp_path / "x").exists()
+    assert store.save_tensor_to_safetensor("plain", str(tmp_path / "no" / "folder")) == -1103
+    assert store.load_tensor_from_safetensor("plain", str(tmp_path / "none")) is None
+    (tmp_path / "torn").write_bytes(b"\x10" * 40)
+    assert store.load_tensor_from_safetensor("plain", str(tmp_path / "torn")) is None
+    assert MooncakeDistributedStore().save_tensor_to_safetensor("plain") == -600

@@ -224,7 +224,7 @@ def test_f50_without_room_the_code_is_the_one_that_callers_pause_for(cluster: Cl
 
 def test_f50_a_setup_that_fails_says_so() -> None:
     store = MooncakeDistributedStore()
-    assert store.setup("127.0.0.1", "", 0, 0, "tcp", "", "etcd://a:1") == -600
+    assert store.setup("127.0.0.1", "", 0, 0, "tcp", "", "redis://a:1") == -600
     with pytest.raises(RuntimeError, match="not set up"):
         store.setup({"metadata_server": "x"})
     with pytest.raises(TypeError):

@@ -13,7 +13,7 @@ from tree import ROOT, begins_with, imports, python_files, syntax
 MASTER_EDGES = {
     "__init__", "metadata", "embedded", "etcd", "etcd_session", "etcd_store", "service", "server",
     "client", "link", "doors", "inbox", "listen", "owner", "process", "quick", "reign", "route",
-    "standby", "unsealer", "writer",
+    "leader", "standby", "unsealer", "writer",
 }  # fmt: skip
 GROUND = ("mooncake_py.errors", "mooncake_py.model", "mooncake_py.config")
 IMPURE = (

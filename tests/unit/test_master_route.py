@@ -51,3 +51,18 @@ def test_with_one_address_there_is_nowhere_to_turn_to() -> None:
 def test_what_names_no_master_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         Route(text)
+
+
+def test_f12_who_is_told_by_etcd_is_asked_next_also_when_it_is_the_same_again() -> None:
+    said = ["a:1", "", "b:2"]
+    route = Route("a:1", lambda: said.pop(0))
+    first = route.current
+    assert route.several
+    for _ in range(2):
+        assert route.turn(first), "nobody else leads yet: look again"
+        assert route.current is first
+    assert route.turn(first)
+    assert route.current.address == "b:2"
+    assert route.turn(route.current, "a:1"), "a master's word does as well"
+    assert route.current is first
+    route.close()
