@@ -7,6 +7,7 @@ import re
 import runpy
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -72,6 +73,30 @@ def test_errors_in_the_readme_exist() -> None:
     names = {name for pair in named for name in pair if name}
     assert len(names) > 5
     assert all(issubclass(getattr(errors, name), errors.MooncakeError) for name in names)
+
+
+def rooms() -> dict[str, set[str]]:
+    """Folder -> the modules that the map names in it."""
+    table = (ROOT / "ARCHITECTURE.md").read_text().split("\n## Rooms\n")[1].split("\n## ")[0]
+    found: dict[str, set[str]] = {}
+    folder = ""
+    for name, _, modules in re.findall(r"^\| (.*?)\| (.*?) \| (.*) \|$", table, re.MULTILINE)[1:]:
+        folder = name.strip(" `") or folder
+        found.setdefault(folder, set()).update(modules.split())
+    return found
+
+
+def test_the_map_names_every_module_in_its_room() -> None:
+    there: dict[str, set[str]] = {}
+    for path in map(Path, files()):
+        ours = path.parts[0] == "mooncake_py" and path.parent.name != "v1"  # which is generated
+        if path.parts[:2] == ("native", "src") and len(path.parts) > 3:
+            there.setdefault("native/src", set()).add(path.parts[2])
+        elif ours and path.suffix == ".py" and path.stem != "__init__":
+            there.setdefault(path.parent.name, set()).add(path.stem)
+    assert there.keys() == rooms().keys()
+    for folder, modules in rooms().items():
+        assert there[folder] ^ modules == set(), f"ARCHITECTURE.md, Rooms, {folder}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
