@@ -99,7 +99,7 @@ def _parts_of(grant: Grant) -> list[Grant]:
 def still_there(state: CatalogState, work: Work, grant: Grant, now_ms: int) -> bool:
     """Is it in time? A segment that is gone takes its part with it; is anything left?"""
     put, index = grant
-    if put.expires_ms <= now_ms:
+    if put.expires_ms <= now_ms and not state.may_be_stored(put, waits=False):
         state.end_grant(work, grant, Event.GRANT_EXPIRED, now_ms)
         return False
     for leaving in state.leaving:

@@ -187,6 +187,13 @@ class Membership:
         """Is there a node that might unseal what is on it?"""
         return segment.state != GONE and not (segment.disk is not None and segment.state == AWAY)
 
+    def owe(self, places: Sequence[int], away: bool) -> bool:
+        """Is one of these places on a segment whose node has yet to tell (recovery.py), be it away
+        or not?"""
+        over = (GONE,) if away else (GONE, AWAY)
+        segments = [self.at(place >> PLACE_BITS) for place in places]
+        return any(not each.recorded and each.state not in over for each in segments)
+
     def in_memory(self, places: Sequence[int]) -> int:
         """How many of these places are not on a disk."""
         if not self.disks:

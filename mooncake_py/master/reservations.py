@@ -172,8 +172,7 @@ def _name(
     if not still_there(state, work, grant, now_ms):
         return LeaseExpired.code
     other = tenant.writing.get(key)
-    if other is not None and other[0].expires_ms <= now_ms:
-        state.end_grant(work, other, Event.GRANT_EXPIRED, now_ms)
+    if other is not None and not still_there(state, work, other, now_ms):
         other = None
     slot = state.find_live(work, tenant, key, now_ms)
     if slot is not None or other is not None:

@@ -48,6 +48,7 @@ from mooncake_py.master.worth import Worth
 from mooncake_py.model import EXTENT_ALIGN_BYTES, extent_bytes
 
 _POLICIES: dict[str, type[Pool]] = {"lru": Lru, "s3fifo": S3Fifo, "cost": Worth}
+_UNTOLD_MS = 1_000  # until a grant is looked at again that nodes have yet to tell of
 _SET_ASIDE_MS = 1_000  # an object whose end would free nothing useful is looked at again later
 
 
@@ -115,6 +116,9 @@ class CatalogState:
         """Look at no more than so many grants and puts that are due; are there others?"""
         while self._expiries and self._expiries[0][0] <= now_ms:
             put = self._expiries[0][2]
+            if self.may_be_stored(put):
+                heapq.heapreplace(self._expiries, (now_ms + _UNTOLD_MS, *self._expiries[0][1:]))
+                continue
             writing = put.tenant.writing
             while self._expiry_index < len(put.keys):
                 if not count_max:
@@ -130,6 +134,14 @@ class CatalogState:
             heapq.heappop(self._expiries)
             self._expiry_index = 0
         return False
+
+    def may_be_stored(self, put: Put, *, waits: bool = True) -> bool:
+        """Was this granted by a master that ended, and has a node yet to tell whether it holds it?
+        Its writer may have been told that it is stored, so its expiry ends nothing before. Not
+        `waits`: for somebody who would write the key, nodes that are away are not waited for."""
+        return self.unrecorded.may_be_stored(put.first) and any(
+            self.members.owe(places, waits) for places in put.places
+        )
 
     def end_grant(self, work: Work, grant: Grant, event: Event, now_ms: int) -> None:
         """The attempt ends without an object."""
@@ -235,7 +247,8 @@ class CatalogState:
         end_extents(self, work, slot, transition, (leased, now_ms), removed)
         self.events.add(event.value, owner.name, key or b"", generation)
         if self.unrecorded.open and key is not None:
-            work.records.append(self.unrecorded.bury(owner.name, (key,), self.next_generation))
+            below = generation if event is Event.NODE_LOST else self.next_generation
+            work.records.append(self.unrecorded.bury(owner.name, (key,), below))
         self.drop_object(slot, until, now_ms)
         work.drop(generation, until if until > now_ms else 0)
         self.counters[transition.counter] += 1

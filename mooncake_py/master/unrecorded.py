@@ -10,6 +10,15 @@ and is in the log. A segment with a void above that *owes* an inventory until it
 and told (recovery.py). While any does, or while segments of a lost cluster may come, `open` is
 True and what ends is buried: an older extent of that key which comes to light later stays dead.
 
+The invariant of all that: *whatever a writer may have been told is stored ends by a decision alone
+(removal, eviction, a younger value, TTL, loss of all its nodes), never for want of a record.* So
+
+* an expiry ends no grant of a former master as long as a node that may hold it has not told
+  (`may_be_stored`): the record of its commit may be among the lost ones. With a store that
+  acknowledges after the record there is nothing to wait for;
+* an object that was lost with its nodes buries only what is older than itself: a copy of it that no
+  record tells of brings it back.
+
 Pure; owner thread only.
 """
 
@@ -117,6 +126,10 @@ class Unrecorded:
         self._deepen(first_generation)
         return records.encode(records.Recorded(first_generation, self.voids, ()))
 
+    def may_be_stored(self, generation: int) -> bool:
+        """Was this granted by a master that acknowledged puts before their records were durable?"""
+        return not self.durable_puts and generation < self.first_generation
+
     def learn(self, record: records.Recorded) -> None:
         self.horizon = max(self.horizon, record.horizon)
         self.voids = list(record.voids)
@@ -137,7 +150,7 @@ class Unrecorded:
 
     def bury(self, tenant: str, keys: Sequence[bytes], below: int) -> bytes:
         """These ended now; the record that says so."""
-        self._graves.update(((tenant, key), below) for key in keys)
+        self._dig(tenant, keys, below)
         return records.encode(records.Buried(tenant, below, False, keys))
 
     def sweep(self, tenant: str, prefix: bytes, pattern: bytes, below: int) -> bytes:
@@ -151,7 +164,12 @@ class Unrecorded:
             prefix, pattern = record.keys
             self._sweeps.append((record.tenant, prefix, pattern, record.below))
         else:
-            self._graves.update(((record.tenant, key), record.below) for key in record.keys)
+            self._dig(record.tenant, record.keys, record.below)
+
+    def _dig(self, tenant: str, keys: Sequence[bytes], below: int) -> None:
+        graves = self._graves
+        for key in keys:
+            graves[tenant, key] = max(below, graves.get((tenant, key), 0))
 
     def _deepen(self, below: int) -> None:
         """Extents may come to light that look younger than this master: whatever was buried was

@@ -5,12 +5,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemons import send, status, wait_until
 
+import mooncake_py.store.client as client_module
 from mooncake_py import StoreClient
+from mooncake_py.clock import SystemClock
 from mooncake_py.config import split_address
+from mooncake_py.master.client import MasterClient
+from mooncake_py.model import ReplicaPolicy
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 
 COUNT = 600
@@ -87,6 +92,36 @@ def test_f11_killed_at_once_the_embedded_master_loses_nothing_acknowledged(
         cluster.start_master(port)
         told(cluster, COUNT)
         assert client.get_batch(keys) == [value_of(key) for key in keys]
+
+
+def test_f11_a_put_is_there_when_the_next_master_comes_later_than_its_grant_runs_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The record of its beginning was durable, that of its end was not when the master was killed:
+    the disk was full just then, or the linger not over."""
+    ttl_ms, linger_ms = 2_000, 500
+    arguments = [f"--set=grant_ttl_ms={ttl_ms}", "--set=grant_margin_ms=1000"]
+    arguments += [f"--set=commit_linger_ms={linger_ms}"]
+    options = ClusterOptions(segment_bytes=32 << 20, master_arguments=arguments)
+    with Cluster(options) as cluster:
+
+        class Master(MasterClient):
+            def put_start(self, *given: Any, **options: Any) -> Any:
+                before = status(cluster).counters["metadata_records_total"]
+                grants = super().put_start(*given, **options)
+                wait_until(lambda: status(cluster).counters["metadata_records_total"] > before)
+                return grants
+
+        monkeypatch.setattr(client_module, "MasterClient", Master)
+        with StoreClient(cluster.address) as client:
+            client.put("k", value_of("k"), policy=ReplicaPolicy(replica_count=2))
+            ended_ms = SystemClock().now_ms()
+            port = kill_master(cluster)
+            assert SystemClock().now_ms() < ended_ms + linger_ms
+            wait_until(lambda: SystemClock().now_ms() > ended_ms + ttl_ms)
+            cluster.start_master(port)
+            told(cluster, 1)
+            assert client.get("k") == value_of("k")
 
 
 def test_f64_objects_that_were_moved_come_back_from_where_they_are(cluster: Cluster) -> None:

@@ -62,11 +62,16 @@ class Reference:
         self.generations: set[int] = set()
         self.committed: set[int] = set()
         self.gone: set[int] = set()
+        self.untold: set[int] = set()  # segments that have not mounted with this master
         self.keys_max, self.quota_policy = 0, "reject"
 
     @property
     def now(self) -> int:
         return self.driver.now_ms
+
+    def runs(self, begun: Begun) -> bool:
+        """Its time is not over, or does not count: a node may hold what a former master granted."""
+        return begun.expires_ms > self.now or bool(begun.segments & (self.untold - self.gone))
 
     # --- promises ---------------------------------------------------------------------------------
 
@@ -159,7 +164,7 @@ class Reference:
         before |= {
             key: begun.generation
             for key, begun in self.grants.items()
-            if begun.expires_ms > self.now
+            if self.runs(begun)
         }
         self.learn(applied, evicting=True)
         dropped = {
@@ -235,7 +240,7 @@ class Reference:
 
     def ended(self, key: bytes, generation: int, failed: set[int], code: int) -> None:
         begun = self.grants.get(key)
-        if begun is not None and begun.generation == generation and begun.expires_ms > self.now:
+        if begun is not None and begun.generation == generation and self.runs(begun):
             del self.grants[key]
             left = begun.segments - failed
             self.promises = [

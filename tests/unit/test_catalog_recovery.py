@@ -218,6 +218,64 @@ def test_f11_a_put_whose_commit_was_lost_counts_and_its_writer_is_told_so() -> N
     assert cluster.driver.end([b"k"], [generation]) == [0]
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_f11_a_grant_that_ran_out_before_its_nodes_have_told_counts(copies: int) -> None:
+    """The disk of the log was full when the put was acknowledged, and the next master took longer
+    to come than the grant was valid."""
+    cluster = Cluster("a", "b")
+    driver = cluster.driver
+    generation = cluster.put(b"k", replica_count=copies)
+    cluster.crash(1, nodes=False)
+    driver.pass_time(SETTINGS.grant_ttl_ms + SETTINGS.grant_margin_ms + 1_000)
+    assert driver.start([b"k"]).status != b"\0"  # as long as it may be stored
+    cluster.return_all()
+    assert cluster.keys() == [b"k"]
+    assert driver.end([b"k"], [generation]) == [0]
+    cluster.crash(0)  # and it is in the log from now on
+    assert cluster.keys() == [b"k"]
+
+
+def test_f11_a_grant_that_no_node_holds_runs_out_once_they_have_told() -> None:
+    cluster = Cluster("a", "b")
+    driver = cluster.driver
+    cluster.put(b"k", replica_count=2)
+    for node in cluster.nodes.values():
+        node.sealed.clear()  # its bytes had not arrived when the master was killed
+    cluster.crash(1, nodes=False)
+    driver.pass_time(SETTINGS.grant_ttl_ms + 1_000)
+    cluster.return_all()
+    driver.pass_time(2_000)
+    assert driver.catalog.state.counters["grants_reclaimed"] == 1
+    cluster.put(b"k")
+    check_invariants(driver.catalog)
+
+
+def test_f11_an_object_lost_with_its_nodes_is_found_in_a_copy_that_is_told_of_later() -> None:
+    """The copy was made for a lost replica, and its record was lost with the master."""
+    cluster = Cluster("a", "b", "c")
+    driver, (a, b, c) = cluster.driver, cluster.nodes.values()
+    generation = cluster.put(b"k", preferred_nodes=("a",))
+    younger = cluster.put(b"young", preferred_nodes=("b",))
+    kept = len(driver.log)
+    own = cluster.put(b"not recorded", preferred_nodes=("c",))
+    offset = next(iter(c.sealed))
+    c.sealed = {
+        offset: (1000, own, Name("t", b"k", generation=generation), 0),
+        offset + 8192: (1000, own + 1, Name("t", b"young", generation=generation), 0),
+    }
+    cluster.crash(len(driver.log) - kept, nodes=False)
+    driver.now_ms += 2_000
+    for node in (a, b):  # they come without their memory, and what they had ends
+        node.incarnation, node.sealed = 2, {}
+        node.recover(driver, node.mount(driver))
+    driver.pass_time(500)
+    assert cluster.keys() == []
+    c.recover(driver, c.mount(driver))
+    assert younger > generation
+    assert cluster.keys() == [b"k"]  # and not what something younger had replaced
+    check_invariants(driver.catalog)
+
+
 def test_f64_without_any_record_the_nodes_say_what_there_is() -> None:
     cluster = Cluster("a", "b")
     for i in range(10):

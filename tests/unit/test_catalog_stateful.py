@@ -87,6 +87,7 @@ class CatalogMachine(RuleBasedStateMachine):
         if restarted or known in self.reference.gone:
             assert applied.reply.segment_id > max(self.segments.values(), default=0)
         self.segments[node] = applied.reply.segment_id
+        self.reference.untold.discard(applied.reply.segment_id)
         self.silent.discard(node)
 
     @precondition(lambda self: self.segments)
@@ -335,6 +336,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert report.extents_overlapping == 0
         assert picture(fresh) == before
         driver.catalog = fresh
+        self.reference.untold = set(fresh.state.members.by_id)
         limit = driver.now_ms + SETTINGS.lease_ms
         for kept in self.reference.objects.values():
             kept.leased_until = limit
