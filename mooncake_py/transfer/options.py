@@ -62,12 +62,18 @@ class EngineOptions:
     found out by proof. `queue_max_bytes` bounds received messages that nobody took yet: with more
     than half of it, peers must wait. Each may have a window (a 64th of it, from 64 KiB to 1 MiB)
     and one message on its way all the same. Data and replies never wait for that.
+
+    `silence_max_ms`: a TCP peer whose host or network is gone, and one that takes nothing of what it
+    is sent, is lost after so long (to a second), idle or not; one that is idle and alive stays. Where
+    this host has several addresses in a peer's network, the peer is called from the one that `listen`
+    names, or else from that of the best network card.
     """
 
     listen: str = ""
     advertise: str = ""
     transports: tuple[str, ...] = ("local", "shm", "tcp")
     tcp_lanes: int = 2  # connections a peer for large slices
+    silence_max_ms: int = 10_000  # of a TCP peer
     message_max_bytes: int = 16 << 20
     queue_max_bytes: int = 64 << 20
     rdma: Rdma = field(default_factory=Rdma)
@@ -108,6 +114,14 @@ def _advertised(options: EngineOptions) -> str:
     return found or socket.gethostname()
 
 
+def _interfaces(options: EngineOptions) -> list[str]:
+    """The network cards by rank, where there is a choice."""
+    if len(socket.if_nameindex()) <= 2 or set(options.transports) <= {"local", "shm"}:
+        return []  # with one there, beside the loopback, nothing is to be chosen
+    topology = parse(read_snapshot())
+    return [nic.name for nic in topology.rank(topology.interfaces) if "," not in nic.name]
+
+
 def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
     """`mc_engine_options *` and what must be kept alive beside it. Raises UsageError."""
     _check_names(options.transports)
@@ -122,6 +136,8 @@ def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
         raise UsageError("tcp_lanes is from 1 to 16", got=options.tcp_lanes)
     if not 1 <= options.message_max_bytes < 1 << 31:
         raise UsageError("message_max_bytes is from 1 to 2 GiB", got=options.message_max_bytes)
+    if not 2_000 <= options.silence_max_ms <= 600_000:
+        raise UsageError("silence_max_ms is from 2 s to 10 min", got=options.silence_max_ms)
     if options.queue_max_bytes < 1:
         raise UsageError("queue_max_bytes is positive", got=options.queue_max_bytes)
     native = ffi.new("mc_engine_options *")
@@ -129,10 +145,12 @@ def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
         ffi.new("char[]", options.listen.encode()),
         ffi.new("char[]", _advertised(options).encode()),
         ffi.new("char[]", ",".join(options.rdma.devices).encode()),
+        ffi.new("char[]", ",".join(_interfaces(options)).encode()),
     ]
     native.struct_size = ffi.sizeof("mc_engine_options")
     native.transports = sum({TRANSPORTS[name] for name in options.transports})
-    native.listen, native.advertise, native.rdma_devices = keep
+    native.listen, native.advertise, native.rdma_devices, native.interfaces = keep
+    native.silence_max_ms = options.silence_max_ms
     native.tcp_lanes = options.tcp_lanes
     native.message_max_bytes = options.message_max_bytes
     native.queue_max_bytes = options.queue_max_bytes

@@ -18,7 +18,10 @@ typedef struct mc_engine_options {
     int32_t rdma_traffic_class;  /* 0 to 255; -1 = 0 */
     uint64_t rdma_region_max_bytes; /* registered at once; 0 = what the devices say */
     uint32_t rdma_rails_max;     /* queue pairs made at a time; idle ones are evicted beyond it */
-    uint32_t reserved;
+    uint32_t silence_max_ms;     /* a TCP peer that is not heard so long is given up; 0 = 10 s */
+    const char *interfaces;      /* of this host, the best first, with commas between: where several
+                                    have an address in a peer's network, it is called from the first.
+                                    The one that `listen` names goes before them. */
     uint64_t fault_seed;         /* `fake` transport: seed of its faults */
     uint32_t fault_loss_ppm;     /* `fake`: slices and messages that vanish, per million */
     uint32_t fault_corrupt_ppm;  /* `fake`: slices with a flipped bit, per million */

@@ -71,7 +71,8 @@ def namespace() -> Iterator[str]:
             if made.returncode != 0:
                 pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
         yield name
-    finally:
+    finally:  # the link first: the kernel ends namespaces, and what is in them, some time later
+        subprocess.run(["ip", "link", "del", here], capture_output=True, check=False)
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 

@@ -1,5 +1,8 @@
 #include "base/address.h"
 
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -7,22 +10,20 @@
 #include <sys/un.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <charconv>
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <span>
 
 #include "base/status.h"
 
 namespace mc {
 namespace {
 
-constexpr int kBacklog = 1024;           // first contacts that arrive in one burst
-constexpr int kUserTimeoutMs = 60'000;   // data without an answer: the peer's host is gone, or
-                                         // its program takes nothing any more
-// Probes say that an idle peer is gone after as long: Linux has the user timeout replace their number.
-constexpr int kKeepaliveIdleS = 10, kKeepaliveEveryS = 3, kKeepaliveProbes = 3;
+constexpr int kBacklog = 1024;  // first contacts that arrive in one burst
 
 void set(int fd, int level, int option, int value) {
   (void)setsockopt(fd, level, option, &value, sizeof value);  // each is an improvement, not a need
@@ -38,9 +39,73 @@ SocketAddress abstract(const std::string& name) {
   return address;
 }
 
-int32_t connect_one(const SocketAddress& to, Deadline deadline, int abort_fd, Fd* out) {
+// The address alone, in network order; empty for families that have none.
+std::span<const uint8_t> bytes_of(const SocketAddress& at) {
+  if (at.storage.ss_family == AF_INET) {
+    const auto& in = reinterpret_cast<const sockaddr_in&>(at.storage).sin_addr;
+    return {reinterpret_cast<const uint8_t*>(&in), sizeof in};
+  }
+  if (at.storage.ss_family == AF_INET6) {
+    return {reinterpret_cast<const sockaddr_in6&>(at.storage).sin6_addr.s6_addr, sizeof(in6_addr)};
+  }
+  return {};
+}
+
+uint32_t common_bits(std::span<const uint8_t> a, std::span<const uint8_t> b) {
+  if (a.size() != b.size()) return 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const auto difference = static_cast<uint8_t>(a[i] ^ b[i]);
+    if (difference != 0) return static_cast<uint32_t>(8 * i) + std::countl_zero(difference);
+  }
+  return static_cast<uint32_t>(8 * a.size());
+}
+
+bool same_address(const SocketAddress& a, const SocketAddress& b) {
+  return !bytes_of(a).empty() && a.storage.ss_family == b.storage.ss_family &&
+         common_bits(bytes_of(a), bytes_of(b)) == 8 * bytes_of(a).size();
+}
+
+uint16_t port_of(const SocketAddress& at) {
+  return ntohs(at.storage.ss_family == AF_INET6
+                   ? reinterpret_cast<const sockaddr_in6&>(at.storage).sin6_port
+                   : reinterpret_cast<const sockaddr_in&>(at.storage).sin_port);
+}
+
+bool end_of(int fd, int (*ask)(int, sockaddr*, socklen_t*), SocketAddress* out) {
+  out->length = sizeof out->storage;
+  return ask(fd, reinterpret_cast<sockaddr*>(&out->storage), &out->length) == 0;
+}
+
+std::string text_of(const SocketAddress& at) {
+  char host[INET6_ADDRSTRLEN] = "";
+  if (bytes_of(at).empty()) return "";
+  inet_ntop(at.storage.ss_family, bytes_of(at).data(), host, sizeof host);
+  return HostPort{host, port_of(at)}.text();
+}
+
+// Whether both ends of a connection have one address: its packets leave no machine. That is a
+// matter of speed only; who is whom is proven otherwise.
+bool stays_here(int fd) {
+  SocketAddress here, there;
+  return end_of(fd, getsockname, &here) && end_of(fd, getpeername, &there) &&
+         same_address(here, there);
+}
+
+// What cannot be bound, because the address has just gone, is the kernel's choice after all.
+void call_from_the_best(int fd, const SocketAddress& to, const Calling& calling) {
+  if (calling.listen.empty() && calling.interfaces.empty()) return;
+  const std::vector<LocalAddress> all = local_addresses();
+  const LocalAddress* from = choose_source(to, all, calling);
+  if (from == nullptr) return;
+  set(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
+  (void)!bind(fd, reinterpret_cast<const sockaddr*>(&from->address.storage), from->address.length);
+}
+
+int32_t connect_one(const SocketAddress& to, Deadline deadline, int abort_fd, Fd* out,
+                    const Calling& calling) {
   Fd fd(socket(to.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd) return fail_errno(MC_E_PEER_UNREACHABLE, "socket");
+  call_from_the_best(fd.get(), to, calling);
   const auto* address = reinterpret_cast<const sockaddr*>(&to.storage);
   if (::connect(fd.get(), address, to.length) != 0 && errno != EINPROGRESS) {
     return fail_errno(MC_E_PEER_UNREACHABLE, "connect");
@@ -55,31 +120,9 @@ int32_t connect_one(const SocketAddress& to, Deadline deadline, int abort_fd, Fd
     errno = error;
     return fail_errno(MC_E_PEER_UNREACHABLE, "connect");
   }
-  tune_tcp(fd.get());
+  tune_tcp(fd.get(), calling.silence_max_ms);
   *out = std::move(fd);
   return MC_OK;
-}
-
-bool same_address(const SocketAddress& a, const SocketAddress& b) {
-  if (a.storage.ss_family != b.storage.ss_family) return false;
-  if (a.storage.ss_family == AF_INET) {
-    return reinterpret_cast<const sockaddr_in*>(&a.storage)->sin_addr.s_addr ==
-           reinterpret_cast<const sockaddr_in*>(&b.storage)->sin_addr.s_addr;
-  }
-  return a.storage.ss_family == AF_INET6 &&
-         memcmp(&reinterpret_cast<const sockaddr_in6*>(&a.storage)->sin6_addr,
-                &reinterpret_cast<const sockaddr_in6*>(&b.storage)->sin6_addr,
-                sizeof(in6_addr)) == 0;
-}
-
-// Whether both ends of a connection have one address: its packets leave no machine. That is a
-// matter of speed only; who is whom is proven otherwise.
-bool stays_here(int fd) {
-  SocketAddress here, there;
-  here.length = there.length = sizeof here.storage;
-  return getsockname(fd, reinterpret_cast<sockaddr*>(&here.storage), &here.length) == 0 &&
-         getpeername(fd, reinterpret_cast<sockaddr*>(&there.storage), &there.length) == 0 &&
-         same_address(here, there);
 }
 
 }  // namespace
@@ -144,13 +187,8 @@ int32_t listen_on(const HostPort& where, Fd* out, uint16_t* out_port) {
     return fail_errno(MC_E_USAGE, "cannot listen on %s", where.text().c_str());
   }
   SocketAddress bound;
-  bound.length = sizeof bound.storage;
-  if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.length) != 0) {
-    return fail_errno(MC_E_INTERNAL, "getsockname");
-  }
-  *out_port = ntohs(bound.storage.ss_family == AF_INET6
-                        ? reinterpret_cast<const sockaddr_in6*>(&bound.storage)->sin6_port
-                        : reinterpret_cast<const sockaddr_in*>(&bound.storage)->sin_port);
+  if (!end_of(fd.get(), getsockname, &bound)) return fail_errno(MC_E_INTERNAL, "getsockname");
+  *out_port = port_of(bound);
   *out = std::move(fd);
   return MC_OK;
 }
@@ -188,25 +226,83 @@ int32_t wait_ready(int fd, short events, Deadline deadline, int abort_fd) {
   return MC_OK;
 }
 
-int32_t connect_to(const HostPort& where, Deadline deadline, int abort_fd, Fd* out) {
+std::vector<LocalAddress> local_addresses() {
+  std::vector<LocalAddress> out;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return out;
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
+  for (const ifaddrs* one = list; one != nullptr; one = one->ifa_next) {
+    if (one->ifa_addr == nullptr || one->ifa_netmask == nullptr || (one->ifa_flags & IFF_UP) == 0) {
+      continue;
+    }
+    const bool v6 = one->ifa_addr->sa_family == AF_INET6;
+    if (!v6 && one->ifa_addr->sa_family != AF_INET) continue;
+    LocalAddress found{one->ifa_name, {}, 0};
+    SocketAddress mask;
+    found.address.length = mask.length = v6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
+    memcpy(&found.address.storage, one->ifa_addr, found.address.length);
+    memcpy(&mask.storage, one->ifa_netmask, mask.length);
+    mask.storage.ss_family = one->ifa_addr->sa_family;
+    for (const uint8_t byte : bytes_of(mask)) found.prefix_bits += std::popcount(byte);
+    out.push_back(std::move(found));
+  }
+  return out;
+}
+
+const LocalAddress* choose_source(const SocketAddress& to, const std::vector<LocalAddress>& from,
+                                  const Calling& calling) {
+  const std::string listen = HostPort{calling.listen, 0}.text();
+  const LocalAddress* best = nullptr;
+  size_t best_rank = 0, count = 0;
+  for (const LocalAddress& one : from) {
+    if (same_address(one.address, to)) return nullptr;
+    const uint32_t common = one.address.storage.ss_family == to.storage.ss_family
+                                ? common_bits(bytes_of(one.address), bytes_of(to))
+                                : 0;
+    if (one.prefix_bits == 0 || common < one.prefix_bits) continue;
+    const auto at = std::find(calling.interfaces.begin(), calling.interfaces.end(), one.interface);
+    size_t rank = 1 + static_cast<size_t>(at - calling.interfaces.begin());
+    if (text_of(one.address) == listen) rank = 0;
+    ++count;
+    if (best != nullptr && best_rank <= rank) continue;
+    best = &one;
+    best_rank = rank;
+  }
+  return count > 1 ? best : nullptr;
+}
+
+int32_t connect_to(const HostPort& where, Deadline deadline, int abort_fd, Fd* out,
+                   const Calling& calling) {
   std::vector<SocketAddress> candidates;
   int32_t status = resolve(where, false, &candidates);
   for (const SocketAddress& to : candidates) {
-    status = connect_one(to, deadline, abort_fd, out);
+    status = connect_one(to, deadline, abort_fd, out, calling);
     if (status == MC_OK) return MC_OK;
   }
   return fail(status, "%s: %s", where.text().c_str(), last_error());
 }
 
-void tune_tcp(int fd) {
+void tune_tcp(int fd, uint32_t silence_max_ms) {
   // A control that paces its packets (bbr) sleeps in between: through memory that halves the rate.
   if (stays_here(fd)) (void)setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kUserTimeoutMs);
+  // Linux has the user timeout decide for idle connections, too: from then on the next probe without
+  // an answer is the last, however many there were.
+  const int silence_ms = static_cast<int>(silence_max_ms);
+  set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, silence_ms);
   set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set(fd, IPPROTO_TCP, TCP_KEEPIDLE, kKeepaliveIdleS);
-  set(fd, IPPROTO_TCP, TCP_KEEPINTVL, kKeepaliveEveryS);
-  set(fd, IPPROTO_TCP, TCP_KEEPCNT, kKeepaliveProbes);
+  set(fd, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, silence_ms / 3'000));
+  set(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, silence_ms / 10'000));
+}
+
+std::string local_end(int fd) {
+  SocketAddress at;
+  return end_of(fd, getsockname, &at) ? text_of(at) : "";
+}
+
+std::string remote_end(int fd) {
+  SocketAddress at;
+  return end_of(fd, getpeername, &at) ? text_of(at) : "";
 }
 
 }  // namespace mc

@@ -38,13 +38,42 @@ int32_t listen_on(const HostPort& where, Fd* out, uint16_t* out_port);
 int32_t listen_abstract(const std::string& name, Fd* out);
 int32_t connect_abstract(const std::string& name, Fd* out);
 
+// An address of this host, and how many leading bits its network has.
+struct LocalAddress {
+  std::string interface;
+  SocketAddress address;
+  uint32_t prefix_bits = 0;
+};
+std::vector<LocalAddress> local_addresses();  // as they are now; none when they cannot be read
+
+constexpr uint32_t kSilenceMs = 10'000;
+
+// How connections are made and kept.
+struct Calling {
+  std::string listen;                   // host or address that was asked for; "" = none
+  std::vector<std::string> interfaces;  // the best first
+  uint32_t silence_max_ms = kSilenceMs;
+};
+
+// The address to call `to` from: among those in its network that of `listen`, or that of the best
+// interface. Null where there is no choice, or where it is this host's own: the kernel knows.
+const LocalAddress* choose_source(const SocketAddress& to, const std::vector<LocalAddress>& from,
+                                  const Calling& calling);
+
 // A connected, non-blocking, close-on-exec TCP socket without delay. `abort_fd` (or -1): ends the
 // waiting with MC_E_CANCELLED once it is readable.
-int32_t connect_to(const HostPort& where, Deadline deadline, int abort_fd, Fd* out);
+int32_t connect_to(const HostPort& where, Deadline deadline, int abort_fd, Fd* out,
+                   const Calling& calling = {});
 
 // Wait until `fd` is ready for `events` (poll's).
 int32_t wait_ready(int fd, short events, Deadline deadline, int abort_fd);
 
-void tune_tcp(int fd);
+// Without delay; and a peer that is gone without a word, or that takes nothing of what it is sent, is
+// found after `silence_max_ms`, idle or not.
+void tune_tcp(int fd, uint32_t silence_max_ms = kSilenceMs);
+
+// The two ends of a TCP connection as "host:port"; "" for other sockets.
+std::string local_end(int fd);
+std::string remote_end(int fd);
 
 }  // namespace mc

@@ -75,6 +75,13 @@ int32_t copy_text(const std::string& text, char* out, uint64_t capacity) {
   return MC_OK;
 }
 
+std::vector<std::string> names_in(const char* text) {
+  std::vector<std::string> out;
+  std::istringstream names(text == nullptr ? "" : text);
+  for (std::string name; std::getline(names, name, ',');) out.push_back(name);
+  return out;
+}
+
 int32_t settings_of(const mc_engine_options& options, Settings* out) {
   constexpr uint32_t known = MC_TRANSPORT_LOCAL | MC_TRANSPORT_SHM | MC_TRANSPORT_TCP |
                              MC_TRANSPORT_RDMA | MC_TRANSPORT_FAKE;
@@ -91,12 +98,10 @@ int32_t settings_of(const mc_engine_options& options, Settings* out) {
   if (options.tcp_lanes > 0) out->tcp_lanes = options.tcp_lanes;
   if (options.message_max_bytes > 0) out->message_bytes_max = options.message_max_bytes;
   if (options.queue_max_bytes > 0) out->queue_bytes_max = options.queue_max_bytes;
-  if (options.rdma_devices != nullptr) {
-    std::istringstream names(options.rdma_devices);
-    for (std::string name; std::getline(names, name, ',');) {
-      out->rdma.adapters.devices.push_back(name);
-    }
-  }
+  out->rdma.adapters.devices = names_in(options.rdma_devices);
+  out->calling.interfaces = names_in(options.interfaces);
+  if (HostPort where; parse_host_port(out->listen, &where) == MC_OK) out->calling.listen = where.host;
+  if (options.silence_max_ms > 0) out->calling.silence_max_ms = options.silence_max_ms;
   out->rdma.adapters.gid_index = options.rdma_gid_index;
   out->rdma.adapters.traffic_class = options.rdma_traffic_class;
   out->rdma.adapters.region_bytes_max = options.rdma_region_max_bytes;

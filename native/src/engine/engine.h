@@ -33,6 +33,7 @@ struct Hello;
 struct Settings {
   uint32_t transports = 0;
   std::string listen, advertise;
+  Calling calling;
   uint32_t tcp_lanes = 2;
   uint32_t message_bytes_max = 16 << 20;
   uint64_t queue_bytes_max = 64 << 20;

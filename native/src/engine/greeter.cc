@@ -40,7 +40,7 @@ void Listener::ready_on_progress(uint32_t) {
       engine_.refused();
       continue;
     }
-    if (!is_unix_) tune_tcp(fd.get());
+    if (!is_unix_) tune_tcp(fd.get(), engine_.settings().calling.silence_max_ms);
     const auto greeter = std::make_shared<Greeter>(engine_, std::move(fd), is_unix_);
     (void)greeter->start();
   }

@@ -56,7 +56,7 @@ int32_t Engine::connect_peer(const std::string& address, Deadline deadline, uint
   HostPort where;
   if (const int32_t status = parse_host_port(address, &where); status != MC_OK) return status;
   Fd fd;
-  int32_t status = connect_to(where, deadline, closing_fd(), &fd);
+  int32_t status = connect_to(where, deadline, closing_fd(), &fd, settings_.calling);
   if (status != MC_OK) return status;
   Hello hello = own_hello();
   hello.step = Step::kHello;
@@ -183,7 +183,7 @@ void Engine::open_lanes(const HostPort& where, const Hello& hello, StreamEndpoin
     join.session = hello.session;
     join.lane = i;
     Hello ready;
-    if (connect_to(where, deadline, closing_fd(), &fd) != MC_OK ||
+    if (connect_to(where, deadline, closing_fd(), &fd, settings_.calling) != MC_OK ||
         send_hello(fd.get(), join, deadline, closing_fd()) != MC_OK ||
         receive_hello(fd.get(), Step::kReady, deadline, closing_fd(), &ready) != MC_OK ||
         endpoint.add_lane(std::move(fd)) != MC_OK) {

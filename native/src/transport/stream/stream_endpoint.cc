@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <new>
 
+#include "base/address.h"
+
 namespace mc {
 namespace {
 
@@ -68,6 +70,18 @@ EndpointNumbers StreamEndpoint::numbers() const {
   }
   sum.in_flight = in_flight_;
   return sum;
+}
+
+// Of unix sockets there is nothing to tell.
+std::string StreamEndpoint::paths_json() const {
+  std::string out = "[";
+  for (const auto& lane : lanes()) {
+    const std::string local = local_end(lane->fd()), remote = remote_end(lane->fd());
+    if (local.empty() || remote.empty()) continue;
+    out += (out.size() > 1 ? ", " : "") + std::string("{\"local\": \"") + local +
+           "\", \"remote\": \"" + remote + "\"}";
+  }
+  return out + "]";
 }
 
 void StreamEndpoint::submit(const std::shared_ptr<Batch>& batch, bool /*blocking*/) {

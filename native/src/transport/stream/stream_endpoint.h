@@ -32,6 +32,7 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   uint32_t transport() const override { return MC_TRANSPORT_TCP; }
   std::string reason() const override { return reason_; }
   EndpointNumbers numbers() const override;
+  std::string paths_json() const override;
   void submit(const std::shared_ptr<Batch>& batch, bool blocking) override;
   void cancel(const std::shared_ptr<Batch>& batch, int32_t status, const char* reason) override;
   int32_t send(const MessageHead& head, const void* bytes, Deadline deadline) override;
