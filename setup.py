@@ -97,7 +97,7 @@ class BuildNative(build_ext):
                 raise SystemExit(f"mooncake_py: {error.cmd[-3]} does not compile") from None
         generated = work / "_mooncake.c"
         binding.write_binding(generated)
-        ext.sources = [os.path.relpath(generated)]
+        ext.sources = [os.path.relpath(generated), "native/python/held.c"]
         ext.extra_objects = objects
         ext.depends = [*objects, *map(str, binding.abi_headers())]
         super().build_extension(ext)
@@ -108,7 +108,7 @@ setup(
         Extension(
             "mooncake_py._native._mooncake",
             sources=[],
-            include_dirs=[str(ROOT / "native")],
+            include_dirs=[str(ROOT / "native"), str(ROOT / "native/include")],
             extra_compile_args=["-Wall", "-Wextra", "-fvisibility=hidden"],
             extra_link_args=["-pthread"],
             libraries=["dl"],

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mooncake_py._native import ffi, lib
 from mooncake_py._native.check import check, failure, last_error
 from mooncake_py._native.handle import Handle
+from mooncake_py._native.held import NOT_NOW, number_of, transfer_now
 from mooncake_py.errors import OutOfSpace, UsageError
 from mooncake_py.transfer.batch import Batch
 from mooncake_py.transfer.directory import Directory, resolve
@@ -22,7 +23,7 @@ from mooncake_py.transfer.messages import Inbox, Message
 from mooncake_py.transfer.options import EngineOptions, native_options
 from mooncake_py.transfer.peer import Peer
 from mooncake_py.transfer.region import Region
-from mooncake_py.transfer.slices import OP_READ, OP_WRITE, Slices, slice_array
+from mooncake_py.transfer.slices import OP_READ, OP_WRITE, Slices, check_slices, slice_array
 
 if TYPE_CHECKING:
     from mooncake_py.transfer.region import Registrable
@@ -51,6 +52,7 @@ class TransferEngine(Handle):
         check(status, "open engine", listen=self.options.listen)
         del keep
         self.native: Any = ffi.gc(out[0], lib.mc_engine_close)
+        self._number = number_of(self.native)
         self._end_with(lib.mc_engine_shutdown, self.native)
         self._registered: set[Region] = set()  # memory stays registered until told otherwise
         self._directory = directory
@@ -127,8 +129,11 @@ class TransferEngine(Handle):
         self._transfer(peer, slices, timeout_ms)
 
     def _transfer(self, peer: Peer, slices: Slices, timeout_ms: int) -> None:
-        rows = slice_array(slices)
-        status = lib.mc_transfer(self.native, peer.id, rows, len(slices), timeout_ms)
+        check_slices(slices)
+        status = transfer_now(self._number, peer.id, slices, timeout_ms)
+        if status == NOT_NOW:
+            rows = slice_array(slices)
+            status = lib.mc_transfer(self.native, peer.id, rows, len(slices), timeout_ms)
         if status != 0:
             raise failure(status, "transfer", peer=peer.address, slices=len(slices))
 

@@ -37,8 +37,8 @@ def make_slices(n: int) -> Slices:
     return np.zeros(n, dtype=SLICE)
 
 
-def slice_array(slices: Slices) -> Any:
-    """The native view of the rows, valid while the caller holds them. Raises UsageError."""
+def check_slices(slices: Slices) -> None:
+    """UsageError: the array is not one that the native core can work in."""
     if slices.dtype != SLICE or slices.ndim != 1 or not slices.flags.c_contiguous:
         raise UsageError(
             "slices must be a contiguous one-dimensional array of SLICE",
@@ -47,6 +47,11 @@ def slice_array(slices: Slices) -> Any:
         )
     if not slices.flags.writeable or not slices.flags.aligned:
         raise UsageError("slices must be writable and aligned: results are written into them")
+
+
+def slice_array(slices: Slices) -> Any:
+    """The native view of the rows, valid while the caller holds them. Raises UsageError."""
+    check_slices(slices)
     if slices.size == 0:
         return ffi.NULL
     return ffi.from_buffer("mc_slice[]", slices, require_writable=True)

@@ -23,6 +23,8 @@ std::atomic<uint32_t> fork_generation{0};
 const int fork_watch = pthread_atfork(nullptr, nullptr, [] { ++fork_generation; });
 
 constexpr int kEndTries = 1000;
+constexpr uint64_t kNowBytes = 64 << 10, kNowSlices = 16;  // a few microseconds of copying
+constexpr int32_t kNotNow = 1;
 constexpr const char* kForked =
     "this engine was opened before fork(); open a new one in the child process";
 
@@ -346,6 +348,31 @@ int32_t mc_transfer(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n
     }
     core.untrack(*batch);
     return outcome_of(*batch);
+  });
+}
+
+int32_t mc_transfer_now(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n,
+                        uint32_t timeout_ms) {
+  uint64_t left = kNowBytes;
+  for (uint64_t i = 0; i < n; ++i) {
+    if (i == kNowSlices || slices[i].length > left) return kNotNow;
+    left -= slices[i].length;
+  }
+  return call(engine, [&](Engine& core) {
+    int32_t status = Batch::check(slices, n);
+    std::shared_ptr<Peer> peer;
+    if (status == MC_OK) status = core.find_peer(id, &peer);
+    if (status != MC_OK) return status;
+    const auto batch = std::make_shared<Batch>(slices, n, timeout_ms);
+    core.track(batch, peer->endpoint);
+    bool run = true;
+    try {
+      run = peer->endpoint->run_now(batch);
+    } catch (const std::bad_alloc&) {
+      end_batch(*peer->endpoint, batch, MC_E_OUT_OF_SPACE, "out of memory");
+    }
+    core.untrack(*batch);
+    return run ? outcome_of(*batch) : kNotNow;
   });
 }
 

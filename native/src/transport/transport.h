@@ -101,6 +101,9 @@ class Endpoint {
   // calling thread (until the batch's deadline); otherwise return soon. Never fails: what cannot
   // be done is reported into the batch.
   virtual void submit(const std::shared_ptr<Batch>& batch, bool blocking) = 0;
+  // Do all of it in the calling thread and wait for nobody. False: that cannot be, and nothing of it
+  // has begun.
+  virtual bool run_now(const std::shared_ptr<Batch>&) { return false; }
   // Stop the batch: after it returned no local byte is written for it and it is finished with
   // `status`. Waits for copies that run, never for the peer.
   virtual void cancel(const std::shared_ptr<Batch>& batch, int32_t status, const char* reason) = 0;

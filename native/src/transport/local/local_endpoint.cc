@@ -60,6 +60,11 @@ void LocalEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
   own_.executor().run([self = shared_from_this(), batch] { self->run(batch); });
 }
 
+bool LocalEndpoint::run_now(const std::shared_ptr<Batch>& batch) {
+  run(batch);
+  return true;
+}
+
 void LocalEndpoint::run(const std::shared_ptr<Batch>& batch) {
   Part part;
   while (batch->next_part(kPieceMax, kPieceMax, &part) == Batch::Next::kPart) {

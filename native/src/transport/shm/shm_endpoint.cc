@@ -130,6 +130,21 @@ void ShmEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
   host().executor().run([self, batch, regions] { self->run(batch, regions); });
 }
 
+// What is mapped already, at both ends of the copy.
+bool ShmEndpoint::run_now(const std::shared_ptr<Batch>& batch) {
+  if (is_closed() || (batch->writes() && has_late_writes())) return false;
+  Regions regions;
+  for (uint64_t i = 0; i < batch->count(); ++i) {
+    const mc_slice& slice = batch->slice(i);
+    std::shared_ptr<RemoteRegion>& region = regions[slice.region];
+    if (!region) region = known(slice.region);
+    if (!region || region->mapped() == nullptr) return false;
+    if (slice.op == MC_OP_WRITE && !region->writable()) return false;
+  }
+  run(batch, regions);
+  return true;
+}
+
 void ShmEndpoint::run(const std::shared_ptr<Batch>& batch, const Regions& regions) {
   std::vector<Part> group;
   for (bool more = true; more;) {
