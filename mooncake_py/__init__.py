@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mooncake_py.model import ReplicaPolicy as ReplicaPolicy
     from mooncake_py.store.aio import AsyncStoreClient as AsyncStoreClient
-    from mooncake_py.store.client import ObjectInfo as ObjectInfo
     from mooncake_py.store.client import StoreClient as StoreClient
+    from mooncake_py.store.outcomes import ObjectInfo as ObjectInfo
     from mooncake_py.transfer import EngineOptions as EngineOptions
     from mooncake_py.transfer import TransferEngine as TransferEngine
 
@@ -29,7 +29,7 @@ __all__ = [
 _HOMES = {
     "AsyncStoreClient": "mooncake_py.store.aio",
     "EngineOptions": "mooncake_py.transfer",
-    "ObjectInfo": "mooncake_py.store.client",
+    "ObjectInfo": "mooncake_py.store.outcomes",
     "ReplicaPolicy": "mooncake_py.model",
     "StoreClient": "mooncake_py.store.client",
     "TransferEngine": "mooncake_py.transfer",

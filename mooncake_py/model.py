@@ -17,6 +17,7 @@ KEY_MAX_BYTES = 4096  # of UTF-8; bounded so that a batch of keys fits one messa
 TENANT_MAX_BYTES = 128
 BATCH_MAX_KEYS = 4096  # a call; clients split larger batches by themselves
 OBJECT_MAX_BYTES = 1 << 40
+COST_MAX = 1000  # of ReplicaPolicy.recompute_cost
 
 PART_MARK = b"\xfe"  # begins the keys of parts of striped objects; no key of a caller begins so
 
@@ -84,6 +85,11 @@ class ReplicaPolicy:
     such as a system prompt. Pins of either kind may take a share of the memory (half of it, unless
     the master is told otherwise); a put beyond it is `QuotaExceeded`.
     ttl_ms: the object ends then. Like `soft_pin_ms` it counts from the commit; 0 means none.
+    expires_with: key of an object whose soft pin and TTL, as they are when this put starts, are
+    this one's too, to the millisecond, so that all who name the same key expire together. If there
+    is no such object, `soft_pin_ms` and `ttl_ms` count.
+    recompute_cost: how many times as dear as usual it is to compute the bytes again, 1 to 1000. A
+    master that evicts by cost keeps what is dearer for longer.
     """
 
     replica_count: int = 1
@@ -92,6 +98,8 @@ class ReplicaPolicy:
     soft_pin_ms: int = 0
     hard_pin: bool = False
     ttl_ms: int = 0
+    expires_with: str = ""
+    recompute_cost: int = 1
 
 
 DEFAULT_POLICY = ReplicaPolicy()

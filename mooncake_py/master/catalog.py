@@ -5,7 +5,7 @@ number, does no I/O and never blocks; the same calls in the same order always de
 the leader, in a standby, after recovery and in the simulator. One thread calls it.
 
     commands.py    what can be asked and what is answered
-    puts.py reservations.py commits.py reads.py listing.py removal.py quotas.py          the verbs
+    puts.py reservations.py commits.py reads.py listing.py removal.py quotas.py pins.py  the verbs
     nodes.py recovery.py drains.py copies.py tiering.py                                  of nodes
     state.py       the state and the only steps that end an attempt
     lifecycle.py   the table those steps obey
@@ -26,6 +26,7 @@ from mooncake_py.master import (
     events,
     listing,
     nodes,
+    pins,
     puts,
     quotas,
     reads,
@@ -50,6 +51,7 @@ from mooncake_py.master.commands import (
     List,
     Locate,
     Mount,
+    Pin,
     PutEnd,
     PutRevoke,
     PutStart,
@@ -206,6 +208,7 @@ _VERBS: dict[type, Callable[[CatalogState, Any, int], Applied]] = {
     PutEnd: _put_end,
     PutRevoke: commits.put_revoke,
     Remove: removal.remove,
+    Pin: pins.pin,
     Mount: nodes.mount,
     Heartbeat: nodes.heartbeat,
     Unmount: nodes.unmount,

@@ -247,6 +247,23 @@ class MasterClient(MasterLink):
             cursor = replies[-1].cursor
         return answers.removed(replies)
 
+    def pin(
+        self,
+        tenant: str,
+        keys: Sequence[bytes],
+        soft_pin_ms: int = 0,
+        hard_pin: bool = False,
+        *,
+        timeout_ms: int,
+    ) -> Status:
+        """Each object is pinned so from now on, in place of any other pin; neither: not at all."""
+        deadline = Deadline(timeout_ms, self._clock)
+        found = []
+        for start, stop in self._parts(keys, deadline):
+            request = answers.pin_request(tenant, keys[start:stop], soft_pin_ms, hard_pin)
+            found.append(self._call(lane.PIN, request, deadline).status)
+        return answers.join_status(found)
+
     def list(
         self,
         tenant: str,

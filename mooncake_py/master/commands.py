@@ -91,6 +91,16 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
+class Pin:
+    """From now on these objects are pinned so and not otherwise (pins.py); neither: not at all."""
+
+    tenant: str
+    keys: Sequence[bytes]
+    soft_pin_ms: int = 0
+    hard_pin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class List:
     tenant: str
     prefix: bytes = b""
@@ -248,9 +258,9 @@ class Status:
 
 
 Command = (
-    Exists | Locate | PutStart | Reserve | PutEnd | PutRevoke | Remove | List | Report | SetQuota
-    | Events | CopyObjects | Drain | Mount | Heartbeat | Unmount | Tasks | DiskWork | Tick | Status
-    | Inventory
+    Exists | Locate | PutStart | Reserve | PutEnd | PutRevoke | Remove | Pin | List | Report
+    | SetQuota | Events | CopyObjects | Drain | Mount | Heartbeat | Unmount | Tasks | DiskWork
+    | Tick | Status | Inventory
 )  # fmt: skip
 
 # --- answers ------------------------------------------------------------------------------------
@@ -266,7 +276,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Statuses:
-    """Answer of PutEnd, PutRevoke, Remove, Report."""
+    """Answer of PutEnd, PutRevoke, Remove, Pin, Report."""
 
     status: bytes = b""
     removed: int = 0

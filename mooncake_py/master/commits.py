@@ -124,10 +124,12 @@ def commit(state: CatalogState, put: Put, index: int, now_ms: int) -> None:
     key, places, tenant = put.keys[index], put.places[index], put.tenant
     del tenant.writing[key]
     slot = state.table.add(key, put.first + index, put.lengths[index], places[0], tenant.number)
-    if put.wanted > 1 or put.hard_pin or put.soft_pin_ms or put.ttl_ms or put.groups:
-        soft_pin = now_ms + put.soft_pin_ms if put.soft_pin_ms else 0
-        ttl = now_ms + put.ttl_ms if put.ttl_ms else 0
+    if _is_special(put):
+        since = 0 if put.absolute else now_ms
+        soft_pin = since + put.soft_pin_ms if put.soft_pin_ms else 0
+        ttl = since + put.ttl_ms if put.ttl_ms else 0
         dress(state, slot, places, put.hard_pin, soft_pin, ttl)
+        state.table.set_cost(slot, put.cost)
         if put.wanted > 1:
             state.table.set_wanted(slot, put.wanted)
             state.note_short(slot)
@@ -136,6 +138,11 @@ def commit(state: CatalogState, put: Put, index: int, now_ms: int) -> None:
     state.enter(tenant, key, slot, now_ms)
     state.events.add(STORED, tenant.name, key, put.first + index)
     state.close_grants(put, 1)
+
+
+def _is_special(put: Put) -> bool:
+    several = put.wanted > 1 or bool(put.groups) or put.cost > 1
+    return several or put.hard_pin or bool(put.soft_pin_ms or put.ttl_ms)
 
 
 def dress(
@@ -152,7 +159,8 @@ def dress(
         table.flags[slot] |= SOFT_PIN
         table.soft_pins[slot] = soft_pin
         units = extent_units(table.length[slot]) * len(places)
-        state.tenants.at(table.tenant[slot]).note_soft_pin(soft_pin, units)
+        tenant = state.tenants.at(table.tenant[slot])
+        tenant.note_soft_pin(table.generation[slot], soft_pin, units)
     if ttl:
         state.ttls.set(slot, ttl)
 

@@ -44,6 +44,8 @@ from mooncake_py.master.objects import (
     ObjectTable,
 )
 
+_STALE_MIN = 1024  # entries of pins that were changed, and are never worth a clean-up
+
 
 class Links:
     """Doubly linked lists of slots. A list is named by its head, a node that is no slot."""
@@ -113,16 +115,42 @@ class Pool(ABC):
         for head in self._heads:
             self._links.free_list(head)
 
-    def add(self, slot: int, now_ms: int) -> None:
-        """A new object."""
+    def add(self, slot: int, now_ms: int, cold: bool = False) -> None:
+        """A new object, or (`cold`) one that nobody has used lately."""
         table = self._table
         table.stamp[slot] = now_ms
         flags = table.flags[slot]
         if flags & SOFT_PIN:
             pin = (table.soft_pins[slot], slot, table.generation[slot])
-            heapq.heappush(self._pins, pin)
+            self._note_pin(pin)
         if not flags & HARD_PIN:
-            self._enter(slot)
+            (self._return if cold else self._enter)(slot)
+
+    def pin(self, slot: int, hard: bool, soft_until_ms: int, now_ms: int) -> None:
+        """Its pin is this from now on (False, 0: none), and none that it had before."""
+        table = self._table
+        self.remove(slot)
+        table.soft_pins.pop(slot, None)
+        flags = table.flags[slot] & ~(HARD_PIN | SOFT_PIN | PARKED)
+        if hard:
+            flags |= HARD_PIN
+        elif soft_until_ms:
+            flags |= SOFT_PIN
+            table.soft_pins[slot] = soft_until_ms
+        table.flags[slot] = flags
+        idle = table.leased_until(slot, self._lease_ms) <= now_ms
+        self.add(slot, table.stamp[slot], cold=idle and not flags & SOFT_PIN)
+
+    def _note_pin(self, pin: tuple[int, int, int]) -> None:
+        table = self._table
+        if len(self._pins) > 2 * len(table.soft_pins) + _STALE_MIN:
+            self._pins = [
+                (until, slot, generation)
+                for until, slot, generation in self._pins
+                if table.soft_pins.get(slot) == until and table.generation[slot] == generation
+            ]
+            heapq.heapify(self._pins)
+        heapq.heappush(self._pins, pin)
 
     @abstractmethod
     def _enter(self, slot: int) -> None:
@@ -190,6 +218,8 @@ class Pool(ABC):
             flags = table.flags[slot]
             if not flags & SOFT_PIN or table.generation[slot] != generation:
                 continue
+            if table.soft_pins.get(slot, 0) > now_ms:
+                continue  # it was pinned again
             table.flags[slot] = flags & ~SOFT_PIN
             table.soft_pins.pop(slot, None)
             if flags & PARKED:
@@ -224,10 +254,10 @@ class Lru(Pool):
         self._count = 0
         self._unread = 0  # of them
 
-    def add(self, slot: int, now_ms: int) -> None:
+    def add(self, slot: int, now_ms: int, cold: bool = False) -> None:
         self._count += 1
         self._unread += not self._table.flags[slot] & READ
-        super().add(slot, now_ms)
+        super().add(slot, now_ms, cold)
 
     def remove(self, slot: int) -> None:
         self._count -= 1

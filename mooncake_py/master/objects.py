@@ -3,8 +3,8 @@
 A slot is a row number in all columns. Columns are reserved for `objects_max` rows at once; pages of
 memory that no row has used cost nothing, and no column ever moves (growing by copy would stop the
 owner thread and leave holes in the heap). `Column` gives both views of one: a memoryview for single
-values, a numpy array for many. What few objects have (further replicas, long leases, pins,
-TTL, group) is in side dictionaries, and `flags` says so, so that the usual object costs one test.
+values, a numpy array for many. What few objects have (further replicas, long leases, pins, TTL,
+group, cost) is in side dictionaries, and `flags` says so, so that the usual object costs one test.
 
 `place` holds the first replica: segment index in the upper bits, start in units of 64 bytes in
 the lower `PLACE_BITS`. A replica that was copied later has a generation of its own, by which its
@@ -35,6 +35,7 @@ GROUP = 64  # `groups[slot]`
 PARKED = 128  # not in the order of eviction for now
 COLD = 256  # on a disk only, and in no pool (tiering.py)
 ON_DISK = 512  # one of its replicas is on a disk
+COSTLY = 1024  # `costs[slot]`
 _PLAIN = READ | HARD_PIN | PARKED | ON_DISK | COLD  # flags without an entry in a side dictionary
 
 
@@ -56,6 +57,7 @@ class ObjectTable:
         "_free",
         "capacity",
         "copied",
+        "costs",
         "flags",
         "flags_column",
         "generation",
@@ -100,6 +102,7 @@ class ObjectTable:
         self.groups: dict[int, int] = {}
         self.copied: dict[int, int] = {}  # generation of a replica, by its place
         self.wanted: dict[int, int] = {}  # replicas that the put asked for
+        self.costs: dict[int, int] = {}  # times as dear to recompute as usual
 
     def __len__(self) -> int:
         return len(self.key) - len(self._free)
@@ -129,6 +132,7 @@ class ObjectTable:
             self.soft_pins.pop(slot, None)
             self.ttls.pop(slot, None)
             self.groups.pop(slot, None)
+            self.costs.pop(slot, None)
         self.key[slot] = None
         self.flags[slot] = 0
         self.stamp[slot] = 0
@@ -153,6 +157,12 @@ class ObjectTable:
         self.wanted[slot] = count
         self.more.setdefault(slot, ())
         self.flags[slot] |= REPLICAS
+
+    def set_cost(self, slot: int, cost: int) -> None:
+        """It is so many times as dear to recompute as others."""
+        if cost > 1:
+            self.costs[slot] = cost
+            self.flags[slot] |= COSTLY
 
     def add_place(self, slot: int, place: int, generation: int) -> None:
         """One more replica, with a generation of its own."""

@@ -30,6 +30,7 @@ from mooncake_py.master.commits import still_there
 from mooncake_py.master.evicting import evict
 from mooncake_py.master.groups import names_of
 from mooncake_py.master.objects import COLD, PLACE_BITS, PLACE_MASK
+from mooncake_py.master.pins import RoomForPins, ends_of
 from mooncake_py.master.placement import Placer, handicaps
 from mooncake_py.master.quotas import Allowance
 from mooncake_py.master.state import CatalogState
@@ -38,6 +39,7 @@ from mooncake_py.master.tenant import Put, Tenant
 from mooncake_py.master.work import Work
 from mooncake_py.model import (
     BATCH_MAX_KEYS,
+    COST_MAX,
     EXTENT_ALIGN_BYTES,
     EXTENT_HEADER_BYTES,
     EXTENT_ROW,
@@ -69,6 +71,8 @@ def _fault(state: CatalogState, command: PutStart) -> str:
         )
     if policy.soft_pin_ms < 0 or policy.ttl_ms < 0:
         return "soft_pin_ms and ttl_ms must not be negative"
+    if not 1 <= policy.recompute_cost <= COST_MAX:
+        return f"recompute_cost is {policy.recompute_cost}, 1 to {COST_MAX} are allowed"
     return ""
 
 
@@ -100,7 +104,8 @@ class _PutStart:
         high = int(self.capacity * state.settings.evict_high_ratio)
         self.room = high - sum(each.used_units for each in segments)
         self.evictions_left = _EVICT_MAX
-        self.soft_units = 0  # soft-pinned by this put
+        self.ends = ends_of(state, tenant, command.policy, now_ms)
+        self.room_for_pins = RoomForPins(state, tenant, command.policy.hard_pin, now_ms)
         self.stripes: dict[int, Stripe] = {}  # by key index
         self.part_rows: list[tuple[int, int, bytes]] = []  # entry, row, key of each of these
         self.owners: list[int] = []  # key index of each grant that is a further part
@@ -192,9 +197,11 @@ class _PutStart:
             return indices, places
         found = indices[: len(places)]
         for i, size in zip(indices[len(places) :], units[len(places) :], strict=True):
+            pins_left = self.room_for_pins.left
             place = self._place(i, size)
             if isinstance(place, int):
                 self.status[i] = place
+                self.room_for_pins.left = pins_left
             else:
                 found.append(i)
                 places.append(place)
@@ -224,7 +231,7 @@ class _PutStart:
 
     def _special(self) -> bool:
         policy = self.policy
-        pinned = policy.hard_pin or policy.soft_pin_ms > 0
+        pinned = policy.hard_pin or self.ends.soft_pin_ms > 0
         return policy.replica_count > 1 or pinned or self.tenant.quota is not None
 
     def _place(self, i: int, units: int) -> tuple[int, ...] | int:
@@ -236,7 +243,8 @@ class _PutStart:
         )
         if units > (self.capacity if stripable else self.largest):
             return _SPACE
-        if not self._may_pin(units * replicas):
+        pinned = policy.hard_pin or self.ends.soft_pin_ms
+        if pinned and not self.room_for_pins.take(units * replicas):
             return _QUOTA
         if not self.allowance.take(self.work, units * replicas, self.now_ms):
             self.tenant.counters["quota_refusals"] += 1
@@ -287,20 +295,6 @@ class _PutStart:
         if self.policy.hard_pin:
             state.pin(self.tenant, sum(stripe.units))
         return (stripe.places[0],)
-
-    def _may_pin(self, units: int) -> bool:
-        """Are so many more within what all, and what one tenant, may pin as this put wishes?"""
-        if self.policy.soft_pin_ms and not self.policy.hard_pin:
-            soft_max = self.capacity * self.state.settings.tenant_soft_pin_max_ratio
-            held = self.tenant.soft_pinned_units(self.now_ms)
-            self.soft_units += units
-            return held + self.soft_units <= soft_max
-        if not self.policy.hard_pin:
-            return True
-        all_max = self.capacity * self.state.settings.hard_pin_max_ratio
-        own_max = self.capacity * self.state.settings.tenant_hard_pin_max_ratio
-        total, own = self.state.hard_pinned_units + units, self.tenant.hard_pinned_units + units
-        return total <= all_max and own <= own_max
 
     def _one_replica(self, units: int, places: Sequence[int], needed: bool) -> int:
         """A place, making space if need be; or -1."""
@@ -376,10 +370,12 @@ class _PutStart:
             lengths=[command.lengths[i] for i in indices],
             places=places,
             groups=self._group_names(indices),
-            soft_pin_ms=min(self.policy.soft_pin_ms, settings.soft_pin_max_ms),
+            soft_pin_ms=self.ends.soft_pin_ms,
             hard_pin=self.policy.hard_pin,
-            ttl_ms=self.policy.ttl_ms,
+            ttl_ms=self.ends.ttl_ms,
             wanted=self.policy.replica_count,
+            absolute=self.ends.absolute,
+            cost=self.policy.recompute_cost,
         )
         if self.stripes:
             self._add_parts(put, indices)
@@ -469,4 +465,6 @@ def grant_fields(
         ],
         groups=put.groups,
         wanted=put.wanted,
+        absolute=put.absolute,
+        cost=put.cost,
     )

@@ -17,6 +17,7 @@ columns one after the other, so that packing 128 keys costs little more than pac
 | RESTING | (until, segment id, offset, bytes) rows | only in snapshots: extents not to be used yet |
 | QUOTA | bytes, keys, policy, tenant | a tenant's quota from now on; policy 255: none |
 | COPIES | (generation, replica's generation, segment id, offset) rows | objects have got these replicas, or theirs have these generations |
+| PINS | (generation, end of the soft pin, hard pin) rows | the pins of these objects from now on |
 | RECORDED | horizon, ranges, ranges | every generation below the horizon is in the log, except these, and except reservations (unrecorded.py) |
 | BURIED | below, sweep, tenant, keys | keys (or with sweep: prefix and pattern) whose older extents stay dead |
 
@@ -44,6 +45,7 @@ OBJECTS = 8
 RESTING = 9
 QUOTA = 10
 COPIES = 11
+PINS = 12
 RECORDED = 20
 BURIED = 21
 
@@ -60,6 +62,8 @@ _QUOTA = struct.Struct("<QQB")
 _NO_POLICY = 255
 _SEGMENT_TAIL = struct.Struct("<QBQ")  # recorded below, keeps, disk id; absent in older logs
 _BURIED = struct.Struct("<QBHI")
+
+_GRANTS_TAIL = struct.Struct("<BI")  # deadlines are absolute, cost; absent when both are usual
 
 HARD_PIN = 1  # of the flags of GRANTS; the upper seven bits: how many replicas were asked for
 _WANTED_SHIFT = 1
@@ -100,8 +104,8 @@ class GrantFields:
 
     `replicas[i]`: how many replicas key i has. `extents`: segment id, offset in bytes, and so on,
     of all replicas of all keys. `groups` is empty or one
-    number a key. `soft_pin_ms` and `ttl_ms` are durations before the commit, deadlines (absolute
-    ms) of a complete object.
+    number a key. `soft_pin_ms` and `ttl_ms` are durations before the commit, unless `absolute`, and
+    deadlines (absolute ms) of a complete object.
     """
 
     now_ms: int
@@ -118,6 +122,8 @@ class GrantFields:
     groups: Sequence[int] = ()
     complete: bool = False
     wanted: int = 1  # replicas that were asked for
+    absolute: bool = False
+    cost: int = 1  # times as dear to recompute as usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +149,11 @@ class Lost:
 @dataclass(frozen=True, slots=True)
 class Copies:
     rows: Sequence[tuple[int, int, int, int]]  # generation, replica's, segment id, offset in bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    rows: Sequence[tuple[int, int, int]]  # generation, end of the soft pin or 0, hard or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +188,11 @@ class QuotaFields:
 
 Record = (
     Marks | SegmentFields | Gone | GrantFields | Commits | Drops | Lost | Resting | QuotaFields
-    | Copies | Recorded | Buried
+    | Copies | Pins | Recorded | Buried
 )  # fmt: skip
+
+
+_KINDS_OF_ROWS = {Resting: RESTING, Copies: COPIES, Pins: PINS}
 
 
 def _frame(kind: int, body: bytes) -> bytes:
@@ -207,9 +221,8 @@ def encode(record: Record) -> bytes:
             return _frame(DROPS, head + _u64s(generations))
         case Lost(until_ms, pairs):
             return _frame(LOST, _u64s([until_ms, *_flat(pairs)]))
-        case Resting(rows) | Copies(rows):
-            kind = RESTING if isinstance(record, Resting) else COPIES
-            return _frame(kind, _u64s(_flat(rows)))
+        case Resting(rows) | Copies(rows) | Pins(rows):
+            return _frame(_KINDS_OF_ROWS[type(record)], _u64s(_flat(rows)))
         case QuotaFields(tenant, bytes_max, keys_max, policy):
             head = _QUOTA.pack(bytes_max, keys_max, _NO_POLICY if policy is None else policy)
             return _frame(QUOTA, head + tenant.encode())
@@ -265,6 +278,8 @@ def _grants_body(record: GrantFields) -> bytes:
         len(record.groups),
     )
     count = len(keys)
+    usual = not record.absolute and record.cost == 1
+    tail = b"" if usual else _GRANTS_TAIL.pack(record.absolute, record.cost)
     return b"".join(
         (
             head,
@@ -276,6 +291,7 @@ def _grants_body(record: GrantFields) -> bytes:
             _u64s(record.extents),
             _u64s(record.groups),
             *keys,
+            tail,
         )
     )
 
@@ -341,6 +357,9 @@ def _read_grants(body: memoryview, complete: bool = False) -> GrantFields:
     group_numbers = columns.numbers("Q", groups)
     if sum(replica_counts) != places:
         raise DamagedRecord("extents and replicas differ in number")
+    keys = [columns.take(nbytes) for nbytes in key_lengths]
+    tail = columns.rest()
+    absolute, cost = _GRANTS_TAIL.unpack(tail) if tail else (0, 1)
     return GrantFields(
         now_ms=now_ms,
         expires_ms=expires_ms,
@@ -348,7 +367,7 @@ def _read_grants(body: memoryview, complete: bool = False) -> GrantFields:
         soft_pin_ms=soft,
         ttl_ms=ttl,
         hard_pin=bool(flags & HARD_PIN),
-        keys=[columns.take(nbytes) for nbytes in key_lengths],
+        keys=keys,
         generations=generations,
         lengths=lengths,
         replicas=replica_counts,
@@ -356,6 +375,8 @@ def _read_grants(body: memoryview, complete: bool = False) -> GrantFields:
         groups=group_numbers,
         complete=complete,
         wanted=flags >> _WANTED_SHIFT or 1,
+        absolute=bool(absolute),
+        cost=cost,
     )
 
 
@@ -385,6 +406,11 @@ def _read_quota(body: memoryview) -> QuotaFields:
 def _read_fours(body: memoryview) -> list[tuple[int, int, int, int]]:
     flat = _Columns(body, 0).numbers("Q", len(body) // 8)
     return list(zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True))
+
+
+def _read_pins(body: memoryview) -> Pins:
+    flat = _Columns(body, 0).numbers("Q", len(body) // 8)
+    return Pins(list(zip(flat[::3], flat[1::3], flat[2::3], strict=True)))
 
 
 def _read_segment(body: memoryview) -> SegmentFields:
@@ -425,6 +451,7 @@ _READERS: dict[int, Callable[[memoryview], Record]] = {
     OBJECTS: lambda body: _read_grants(body, complete=True),
     RESTING: lambda body: Resting(_read_fours(body)),
     COPIES: lambda body: Copies(_read_fours(body)),
+    PINS: _read_pins,
     QUOTA: _read_quota,
     RECORDED: _read_recorded,
     BURIED: _read_buried,

@@ -58,6 +58,7 @@ class _Attempt:
     extents: list[tuple[int, int]]
     committed_ms: int = 0  # 0: deadlines in `fields` are absolute
     copied: dict[tuple[int, int], int] = field(default_factory=dict)  # extent -> its generation
+    pinned: tuple[int, bool] | None = None  # end of the soft pin, hard: instead of the put's
 
     @property
     def length(self) -> int:
@@ -115,6 +116,8 @@ class _Log:
             case records.Copies(rows):
                 for generation, own, segment_id, offset in rows:
                     self._copy(generation, own, (segment_id, offset))
+            case records.Pins(rows):
+                self._pin(rows)
             case records.Recorded():
                 self.unrecorded.learn(record)
                 self.gaps.learn(record)
@@ -125,10 +128,7 @@ class _Log:
             case records.Gone(segment_id):
                 self.segments.pop(segment_id, None)
             case records.Resting(rows):
-                self.resting.extend(
-                    (until, segment_id, offset // UNIT_BYTES, nbytes // UNIT_BYTES)
-                    for until, segment_id, offset, nbytes in rows
-                )
+                self._rested(rows)
 
     def _copy(self, generation: int, own: int, extent: tuple[int, int]) -> None:
         attempt = self.complete.get(generation)
@@ -137,6 +137,18 @@ class _Log:
                 attempt.extents.append(extent)
             if own != generation:
                 attempt.copied[extent] = own
+
+    def _rested(self, rows: Sequence[tuple[int, int, int, int]]) -> None:
+        self.resting.extend(
+            (until, segment_id, offset // UNIT_BYTES, nbytes // UNIT_BYTES)
+            for until, segment_id, offset, nbytes in rows
+        )
+
+    def _pin(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        for generation, until, hard in rows:
+            attempt = self.complete.get(generation)
+            if attempt is not None:
+                attempt.pinned = (until, bool(hard))
 
     def _drop(self, record: records.Drops) -> None:
         for generation in record.generations:
@@ -335,6 +347,7 @@ def _put_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> 
     tenant = state.tenants.obtain(fields.tenant)
     if not places or isinstance(tenant, str):
         return None
+    hard_pin = attempt.pinned[1] if attempt.pinned else fields.hard_pin
     put = Put(
         tenant=tenant,
         first=attempt.generation,
@@ -344,10 +357,12 @@ def _put_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> 
         places=[places],
         groups=[fields.groups[position]] if fields.groups else (),
         soft_pin_ms=fields.soft_pin_ms,
-        hard_pin=fields.hard_pin,
+        hard_pin=hard_pin,
         ttl_ms=fields.ttl_ms,
         open_count=1,
         wanted=fields.wanted,
+        absolute=fields.absolute,
+        cost=fields.cost,
     )
     units = extent_units(attempt.length)
     for place in places:
@@ -356,7 +371,7 @@ def _put_of(state: CatalogState, attempt: _Attempt, places: tuple[int, ...]) -> 
     units *= state.members.in_memory(places)
     tenant.used_bytes += units * UNIT_BYTES
     tenant.part_count += is_part(put.keys[0])
-    if fields.hard_pin:
+    if hard_pin:
         state.pin(tenant, units)
     return put
 
@@ -382,12 +397,16 @@ def _add_object(
     if put is None:
         report.objects_without_segment += 1
         return
-    since, fields = attempt.committed_ms, attempt.fields
+    fields = attempt.fields
+    since = 0 if fields.absolute else attempt.committed_ms
     tenant, key = put.tenant, put.keys[0]
     slot = state.table.add(key, put.first, attempt.length, places[0], tenant.number)
     soft_pin = fields.soft_pin_ms + since if fields.soft_pin_ms else 0
     ttl = fields.ttl_ms + since if fields.ttl_ms else 0
-    dress(state, slot, places, fields.hard_pin, soft_pin, ttl)
+    if attempt.pinned:
+        soft_pin = attempt.pinned[0]
+    dress(state, slot, places, put.hard_pin, soft_pin, ttl)
+    state.table.set_cost(slot, fields.cost)
     if fields.wanted > 1:
         state.table.set_wanted(slot, fields.wanted)
     for extent, own in attempt.copied.items():

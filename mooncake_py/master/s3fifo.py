@@ -33,8 +33,8 @@ class S3Fifo(Pool):
         self._count = 0
         self._ghost: OrderedDict[int, None] = OrderedDict()  # fingerprints, oldest first
 
-    def add(self, slot: int, now_ms: int) -> None:
-        super().add(slot, now_ms)
+    def add(self, slot: int, now_ms: int, cold: bool = False) -> None:
+        super().add(slot, now_ms, cold)
         self._count += not self._table.flags[slot] & HARD_PIN
 
     def _enter(self, slot: int) -> None:
@@ -52,8 +52,11 @@ class S3Fifo(Pool):
     def _return(self, slot: int) -> None:
         if self._table.flags[slot] & SOFT_PIN:
             self._links.prepend(slot, self._soft)
-        else:
+        elif self._frequency.get(slot):
             self._links.append(slot, self._main)
+        else:  # nobody has used it: in `main` it would outlast every scan
+            self._in_small.add(slot)
+            self._links.prepend(slot, self._small)
 
     def touch(self, slots: Iterable[int], now_ms: int) -> None:
         stamp, flags, frequency = self._table.stamp, self._table.flags, self._frequency

@@ -26,6 +26,7 @@ from mooncake_py.master.commits import commit, dress
 from mooncake_py.master.eviction import Pool
 from mooncake_py.master.membership import GONE, RETURNING, Segment
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
+from mooncake_py.master.pins import set_pin
 from mooncake_py.master.quotas import apply_quota, forget_empty_tenants
 from mooncake_py.master.records import DamagedRecord, GrantFields
 from mooncake_py.master.repair import find_short
@@ -153,6 +154,9 @@ class Shadow:
             case records.Copies(rows):
                 for generation, own, segment_id, offset in rows:
                     self._copy(generation, own, segment_id, offset // UNIT_BYTES)
+            case records.Pins(rows):
+                for generation, until_ms, hard in rows:
+                    self._pin(generation, until_ms, bool(hard))
             case records.Recorded():
                 self.state.unrecorded.learn(record)
             case records.Buried():
@@ -212,7 +216,7 @@ class Shadow:
                 put = Put(
                     tenant, generation, fields.expires_ms, [], [], [], groups,
                     soft_pin_ms=fields.soft_pin_ms, hard_pin=fields.hard_pin, ttl_ms=fields.ttl_ms,
-                    wanted=fields.wanted,
+                    wanted=fields.wanted, absolute=fields.absolute, cost=fields.cost,
                 )  # fmt: skip
             put.keys.append(fields.keys[position])
             tenant.part_count += is_part(fields.keys[position])
@@ -249,6 +253,7 @@ class Shadow:
         length, generation = put.lengths[index], put.first + index
         slot = state.table.add(key, generation, length, places[0], put.tenant.number)
         dress(state, slot, places, fields.hard_pin, fields.soft_pin_ms, fields.ttl_ms)
+        state.table.set_cost(slot, fields.cost)
         if fields.wanted > 1:
             state.table.set_wanted(slot, fields.wanted)
         if put.groups and put.groups[index]:
@@ -336,6 +341,12 @@ class Shadow:
         segment.used_units += segment.charge(extent_units(self.state.table.length[slot]))
         self.state.add_replica(slot, place, own)
         self._youngest = max(self._youngest, own)
+
+    def _pin(self, generation: int, soft_until_ms: int, hard: bool) -> None:
+        slot = self._slots.get(generation)
+        if slot is not None:
+            set_pin(self.state, slot, hard, soft_until_ms, self._now_ms)
+            self._pinned.add(self.state.tenants.at(self.state.table.tenant[slot]).pool)
 
     # --- segments -------------------------------------------------------------------------------
 

@@ -129,10 +129,10 @@ def _grant_records(state: CatalogState, tenant: Tenant, now_ms: int) -> Iterator
 def _object_records(
     state: CatalogState, now_ms: int, live: Sequence[int]
 ) -> Iterator[records.Record]:
-    """These complete objects, in runs that share tenant, pins, TTL and how many replicas they want;
-    after each run the generations of its copies."""
+    """These complete objects, in runs that share tenant, pins, TTL, cost and how many replicas they
+    want; after each run the generations of its copies."""
     table = state.table
-    alike: dict[tuple[int, int, int, bool, int], list[int]] = {}
+    alike: dict[tuple[int, int, int, bool, int, int], list[int]] = {}
     for slot in live:
         flags = table.flags[slot]
         kind = (
@@ -141,10 +141,11 @@ def _object_records(
             table.ttls[slot] if flags & TTL else 0,
             bool(flags & HARD_PIN),
             table.wanted.get(slot, 1),
+            table.costs.get(slot, 1),
         )
         alike.setdefault(kind, []).append(slot)
     ids = {segment.index: segment.segment_id for segment in state.members}
-    for (tenant, soft_pin, ttl, hard_pin, wanted), slots in alike.items():
+    for (tenant, soft_pin, ttl, hard_pin, wanted, cost), slots in alike.items():
         rest = iter(slots)
         while run := list(islice(rest, _RUN)):
             yield GrantFields(
@@ -167,6 +168,7 @@ def _object_records(
                 groups=[table.groups.get(slot, 0) for slot in run] if table.groups else (),
                 complete=True,
                 wanted=wanted,
+                cost=cost,
             )
             copies = [
                     (table.generation[slot], table.copied[place], ids[place >> PLACE_BITS],

@@ -278,6 +278,8 @@ class CatalogState:
                 self.touched.append((tenant, key))
         if table.flags[slot] & HARD_PIN:
             self.pin(tenant, -units * count)
+        if table.flags[slot] & SOFT_PIN:
+            tenant.end_soft_pin(table.generation[slot])
         if table.flags[slot] & ON_DISK:
             self.disks.leave(slot)
         if table.flags[slot] & COLD:
@@ -431,6 +433,7 @@ class CatalogState:
             tenant.pool.remove(slot)
             table.flags[slot] &= ~(PARKED | SOFT_PIN)
             table.soft_pins.pop(slot, None)
+            tenant.end_soft_pin(table.generation[slot])
             self.disks.chill(slot)
 
     def add_replica(self, slot: int, place: int, generation: int) -> None:

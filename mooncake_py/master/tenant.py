@@ -37,6 +37,8 @@ class Put:
     ttl_ms: int = 0
     open_count: int = 0
     wanted: int = 1  # replicas that were asked for
+    absolute: bool = False  # soft_pin_ms and ttl_ms are deadlines, and not counted from the commit
+    cost: int = 1  # times as dear to recompute as usual
 
     def close(self, count: int) -> None:
         """So many grants have ended."""
@@ -46,6 +48,8 @@ class Put:
 
 
 Grant = tuple[Put, int]
+
+_STALE_MIN = 1024  # ends of soft pins that were changed, and are never worth a clean-up
 
 
 REJECT = "reject"
@@ -85,21 +89,36 @@ class Tenant:
         0  # of these, further parts of striped ones (stripes.py): no keys of anybody's
     )
     hard_pinned_units: int = 0  # of these
-    _soft_pins: list[tuple[int, int]] = field(default_factory=list)  # heap: until ms, units
-    _soft_units: int = 0  # of all in it
+    _soft_pins: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # by generation: end, units
+    _soft_ends: list[tuple[int, int]] = field(default_factory=list)  # heap: end, generation
+    _soft_units: int = 0  # of all that are pinned
 
     # by prefix and the last key of the page before (listing.py)
     listings: dict[tuple[bytes, bytes], Any] = field(default_factory=dict)
     counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
-    def note_soft_pin(self, until_ms: int, units: int) -> None:
-        """So many units are soft-pinned until then; they count until then, whatever ends before."""
-        heapq.heappush(self._soft_pins, (until_ms, units))
+    def note_soft_pin(self, generation: int, until_ms: int, units: int) -> None:
+        """This object, of so many units, is soft-pinned until then, and not as before."""
+        self.end_soft_pin(generation)
+        if len(self._soft_ends) > 2 * len(self._soft_pins) + _STALE_MIN:
+            self._soft_ends = [(end, each) for each, (end, _) in self._soft_pins.items()]
+            heapq.heapify(self._soft_ends)
+        self._soft_pins[generation] = (until_ms, units)
+        heapq.heappush(self._soft_ends, (until_ms, generation))
         self._soft_units += units
 
+    def end_soft_pin(self, generation: int) -> None:
+        """It is not soft-pinned any more, if it was."""
+        _, units = self._soft_pins.pop(generation, (0, 0))
+        self._soft_units -= units
+
     def soft_pinned_units(self, now_ms: int) -> int:
-        while self._soft_pins and self._soft_pins[0][0] <= now_ms:
-            self._soft_units -= heapq.heappop(self._soft_pins)[1]
+        while self._soft_ends and self._soft_ends[0][0] <= now_ms:
+            end, generation = heapq.heappop(self._soft_ends)
+            if self._soft_pins.get(generation, (0, 0))[0] == end:
+                self.end_soft_pin(generation)
         return self._soft_units
 
     @property

@@ -3,9 +3,10 @@
 Rules (GreedyDual-Size-Frequency, after Cherkasova 1998). Losing an object costs its next reader a
 fixed part, `_MISS_BYTES` worth of work, and as much again for every byte that must be recomputed;
 the *worth* of a byte of space is that cost by the extent's size, times how often the object was
-used. An object is ranked by its worth plus the pool's *clock* at its last use. The lowest rank
-goes, and the clock moves on to it; so what was used much, but long ago, is overtaken in the end.
-Equal ranks go in order of use, so the tail of a chain goes before its middle.
+used and times the `recompute_cost` that its put gave it. An object is ranked by its worth plus the
+pool's *clock* at its last use. The lowest rank goes, and the clock moves on to it; so what was used
+much, but long ago, is overtaken in the end. Equal ranks go in order of use, so the tail of a chain
+goes before its middle.
 
 A heap holds one entry an object. A use changes the rank and leaves the entry, which is lower then;
 it is put right when it comes to the top. Entries of objects that ended are dropped there, too, or
@@ -80,7 +81,8 @@ class Worth(Pool):
         length = self._table.length[slot]
         uses = min(_USES_MAX, uses_before + 1)
         self._order += 1
-        worth = uses * (_MISS_BYTES + length) / extent_bytes(length)
+        cost = self._table.costs.get(slot, 1) if self._table.costs else 1
+        worth = uses * cost * (_MISS_BYTES + length) / extent_bytes(length)
         self._ranks[slot] = _Rank(self._clock + worth, self._order, uses)
 
     def _enlist(self, slot: int) -> None:

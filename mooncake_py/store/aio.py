@@ -20,7 +20,7 @@ from mooncake_py.errors import UsageError
 from mooncake_py.model import DEFAULT_POLICY, ReplicaPolicy
 from mooncake_py.store.arguments import check_policy
 from mooncake_py.store.client import DEFAULT_TIMEOUT_MS, DEFAULT_TRANSPORTS, StoreClient
-from mooncake_py.store.outcomes import GetOutcome, PutOutcome
+from mooncake_py.store.outcomes import GetOutcome, PutOutcomes
 from mooncake_py.store.targets import Range
 from mooncake_py.store.views import ObjectView
 
@@ -101,16 +101,27 @@ class AsyncStoreClient:
         policy: ReplicaPolicy = DEFAULT_POLICY,
         upsert: bool = False,
         timeout_ms: int | None = None,
-    ) -> None:
+    ) -> int:
         """Store `value` (a buffer, a CPU tensor, or a list of them) under `key`; it is visible to
-        every client on return. upsert: replace what the key holds.
+        every client on return, which says on how many nodes it is. upsert: replace what the key
+        holds.
 
         Raises ObjectExists, OutOfSpace, QuotaExceeded, UsageError, MasterUnavailable, TransferError
         kinds. After a cancelled call `value` may still be read until `drained` returns.
         """
         check_policy(policy)
-        runner = partial(self._store.put_batch, policy=policy, upsert=upsert, timeout_ms=timeout_ms)
-        await self._join(("put", policy, upsert, timeout_ms), runner, key, value)
+
+        def runner(keys: list[str], values: list[Any]) -> Sequence[Any]:
+            done = self._store.put_batch(
+                keys, values, policy=policy, upsert=upsert, timeout_ms=timeout_ms
+            )
+            return [
+                count if outcome is None else outcome
+                for outcome, count in zip(done, done.replicas, strict=True)
+            ]
+
+        count: int = await self._join(("put", policy, upsert, timeout_ms), runner, key, value)
+        return count
 
     async def exists(self, key: str, *, timeout_ms: int | None = None) -> bool:
         """Is there a complete object under this one key? Pins nothing. Many keys: one call each,
@@ -158,7 +169,7 @@ class AsyncStoreClient:
         groups: Sequence[int] = (),
         upsert: bool = False,
         timeout_ms: int | None = None,
-    ) -> list[PutOutcome]:
+    ) -> PutOutcomes:
         """Store a list of values under a list of keys. One outcome a key, in order: None, or the
         error that `put` would raise, not raised. groups: a number a key; keys with the same one
         above 0 become visible together. Raises UsageError, MasterUnavailable."""

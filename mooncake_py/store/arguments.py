@@ -7,7 +7,13 @@ from numbers import Integral
 from typing import Any
 
 from mooncake_py.errors import UsageError
-from mooncake_py.model import DEFAULT_POLICY, KEY_MAX_BYTES, OBJECT_MAX_BYTES, ReplicaPolicy
+from mooncake_py.model import (
+    COST_MAX,
+    DEFAULT_POLICY,
+    KEY_MAX_BYTES,
+    OBJECT_MAX_BYTES,
+    ReplicaPolicy,
+)
 from mooncake_py.store.targets import Range
 
 TIMEOUT_MAX_MS = 1_000_000_000  # eleven days; a deadline must fit the native core's integers
@@ -126,13 +132,16 @@ def check_policy(policy: ReplicaPolicy) -> None:
             remedy="pass 1 for one replica",
             got=policy.replica_count,
         )
+    if not _is_whole(policy.recompute_cost, 1, COST_MAX):
+        raise UsageError(
+            f"recompute_cost is a whole number, 1 to {COST_MAX}",
+            remedy="pass 1 for what is as dear as usual, 2 for twice as dear",
+            got=policy.recompute_cost,
+        )
+    if policy.expires_with:
+        key_bytes(policy.expires_with)
     for name in ("soft_pin_ms", "ttl_ms"):
-        if not _is_whole(getattr(policy, name), 0, PERIOD_MAX_MS):
-            raise UsageError(
-                f"{name} is a whole number of milliseconds",
-                remedy="pass 0 for none, or a number above it",
-                got=getattr(policy, name),
-            )
+        check_period(name, getattr(policy, name))
     for name in ("strict", "hard_pin"):
         if getattr(policy, name) not in (False, True):
             raise UsageError(
@@ -145,6 +154,15 @@ def check_policy(policy: ReplicaPolicy) -> None:
             "preferred_nodes is a tuple of names of nodes",
             remedy='pass ("node-1",) for one; `mooncake status` lists the names',
             got=names,
+        )
+
+
+def check_period(name: str, given: int) -> None:
+    if not _is_whole(given, 0, PERIOD_MAX_MS):
+        raise UsageError(
+            f"{name} is a whole number of milliseconds",
+            remedy="pass 0 for none, or a number above it",
+            got=given,
         )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, overload
 
 from mooncake_py import errors
@@ -25,7 +24,6 @@ from mooncake_py.errors import (
     MooncakeError,
     ObjectNotFound,
     UsageError,
-    error_of,
 )
 from mooncake_py.master.client import MasterClient
 from mooncake_py.master.commands import CopyObjects
@@ -33,6 +31,7 @@ from mooncake_py.model import DEFAULT_POLICY, OBJECT_MAX_BYTES, TENANT_MAX_BYTES
 from mooncake_py.store.arguments import (
     check_groups,
     check_paired,
+    check_period,
     check_policy,
     check_ranges,
     check_timeout,
@@ -45,7 +44,17 @@ from mooncake_py.store.calls import CallGate
 from mooncake_py.store.explain import Explanation, explain
 from mooncake_py.store.get import BatchReader
 from mooncake_py.store.host import host_id
-from mooncake_py.store.outcomes import GetOutcome, PutOutcome, get_error
+from mooncake_py.store.outcomes import (
+    PIN_CAUSES,
+    PIN_REMEDY,
+    REMOVE_CAUSES,
+    GetOutcome,
+    ObjectInfo,
+    PutOutcome,
+    PutOutcomes,
+    get_error,
+    plain_outcomes,
+)
 from mooncake_py.store.put import BatchWriter, PutJob
 from mooncake_py.store.put_again import PersistentWriter, put_outcome
 from mooncake_py.store.regions import RegisteredMemory
@@ -59,15 +68,6 @@ from mooncake_py.transfer import TransferEngine, options_for
 
 DEFAULT_TRANSPORTS = ("local", "shm", "tcp")
 DEFAULT_TIMEOUT_MS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """One object as `list` shows it."""
-
-    key: str
-    nbytes: int
-    replicas: int
 
 
 class StoreClient:
@@ -132,25 +132,28 @@ class StoreClient:
         policy: ReplicaPolicy = DEFAULT_POLICY,
         upsert: bool = False,
         timeout_ms: int | None = None,
-    ) -> None:
+    ) -> int:
         """Store `value` under `key`, immutable from now on. A value is any contiguous buffer or CPU
         tensor, or a list of them, whose bytes then lie one after the other in the object.
 
         upsert: replace the object that the key holds. It is read until the new one is complete, and
         stays when that fails; readers that hold a lease on it may go on reading it meanwhile.
 
-        Returns once the object is visible to every client. Raises ObjectExists (the first writer
+        Returns, once the object is visible to every client, on how many nodes it is: as many as
+        `policy` asks for or, unless that is strict, fewer. Raises ObjectExists (the first writer
         won; its bytes are unchanged), OutOfSpace, QuotaExceeded, UsageError, MasterUnavailable,
         TransferError kinds. The value's memory is not touched any more after the call.
         """
-        (outcome,) = self.put_batch(
+        outcomes = self.put_batch(
             [key], [value], policy=policy, upsert=upsert, timeout_ms=timeout_ms
         )
+        (outcome,) = outcomes
         if outcome is not None:
             try:
                 raise outcome
             finally:
-                del outcome  # an error and a frame that hold each other would hold the value, too
+                del outcome, outcomes  # what holds a frame that holds it would hold the value, too
+        return outcomes.replicas[0]
 
     def put_batch(
         self,
@@ -161,11 +164,12 @@ class StoreClient:
         groups: Sequence[int] = (),
         upsert: bool = False,
         timeout_ms: int | None = None,
-    ) -> list[PutOutcome]:
+    ) -> PutOutcomes:
         """Store many objects with two master calls. One outcome a key, in order: None, or the
-        error that `put` would raise. One key's failure changes nothing for the others. Keys that
-        find no space, or whose node is gone, are tried again until the deadline; those for which
-        there can be none (no node is mounted; larger than the cluster) for a second or two only.
+        error that `put` would raise; their `replicas` are what `put` would return. One key's
+        failure changes nothing for the others. Keys that find no space, or whose node is gone, are
+        tried again until the deadline; those for which there can be none (no node is mounted, they
+        exceed the cluster) for a second or two only.
 
         groups: a number a key; keys with the same one above 0 become visible, and end, together."""
         names = key_names(keys)
@@ -176,7 +180,7 @@ class StoreClient:
         pieces = source_pieces(values)
         sizes = pieces.totals()
         if not names:
-            return []
+            return PutOutcomes((), ())
         if max(sizes) > OBJECT_MAX_BYTES:
             raise UsageError(f"an object has at most {OBJECT_MAX_BYTES} bytes", nbytes=max(sizes))
         with self._calls:
@@ -187,12 +191,11 @@ class StoreClient:
             finally:
                 pieces.release()
             self._reader.cache.forget(names)
-        if not any(codes):
-            return [None] * len(codes)
-        return [
-            put_outcome(code, key, nbytes, self._tenant, reasons.get(i))
-            for i, (code, key, nbytes) in enumerate(zip(codes, keys, sizes, strict=True))
-        ]
+        outcomes: list[PutOutcome] = [None] * len(codes)
+        if any(codes):
+            for i, (code, key, nbytes) in enumerate(zip(codes, keys, sizes, strict=True)):
+                outcomes[i] = put_outcome(code, key, nbytes, self._tenant, reasons.get(i))
+        return PutOutcomes(outcomes, job.replica_counts(codes))
 
     # --- get ---
 
@@ -284,7 +287,7 @@ class StoreClient:
 
     def get_view(self, key: str, *, timeout_ms: int | None = None) -> ObjectView:
         """The object's bytes where they lie, read-only and without a copy, in `.memory` of the
-        view until that is released: whatever is evicted or removed meanwhile (`store/views.py`).
+        view until that is released, whatever ends meanwhile (`store/views.py`).
 
             with store.get_view("page/1") as view:
                 page = numpy.frombuffer(view.memory, dtype)
@@ -428,10 +431,37 @@ class StoreClient:
                 )
             finally:
                 self._reader.cache.forget(names)
-        outcomes: list[PutOutcome] = [
-            error_of(code, "a reader's lease or a pin holds the object", key=key) if code else None
-            for code, key in zip(removed.status.tolist(), texts, strict=True)
-        ]
+        outcomes = plain_outcomes(removed.status.tolist(), REMOVE_CAUSES, texts)
+        return outcomes[0] if single else outcomes
+
+    def pin(
+        self,
+        keys: str | Sequence[str],
+        *,
+        soft_pin_ms: int | None = None,
+        hard_pin: bool = False,
+        timeout_ms: int | None = None,
+    ) -> PutOutcome | list[PutOutcome]:
+        """Pin objects that are there, as `ReplicaPolicy` does at the put: softly from now on for
+        so long, or hard. It replaces the pin before, so a soft one is renewed by another, and
+        `soft_pin_ms=0` ends either kind. All of `keys` get the same deadline; a group's pin is of
+        all its members.
+
+        Outcomes as of `remove`: None once it is durable; ObjectNotFound; QuotaExceeded when the
+        tenant, or all of them, pin too much already; OutOfSpace for a soft pin of what lies on a
+        disk alone."""
+        if soft_pin_ms is None and not hard_pin:
+            raise UsageError("say how to pin", remedy=PIN_REMEDY)
+        check_period("soft_pin_ms", soft_pin_ms or 0)
+        single = isinstance(keys, str)
+        texts = [keys] if isinstance(keys, str) else key_list(keys)
+        names = key_names(texts)
+        if not names:
+            return []
+        with self._calls:
+            asked = (self._tenant, names, soft_pin_ms or 0, hard_pin)
+            status = self._master.pin(*asked, timeout_ms=self._deadline(timeout_ms).left_ms())
+        outcomes = plain_outcomes(status.tolist(), PIN_CAUSES, texts)
         return outcomes[0] if single else outcomes
 
     def copy(

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from mooncake_py import errors
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError, error_of
 
 PutOutcome: TypeAlias = MooncakeError | None
+
+REMOVE_CAUSES = {errors.ObjectLeased.code: "a reader's lease or a pin holds the object"}
+PIN_CAUSES = {
+    errors.ObjectNotFound.code: "there is no object under the key",
+    errors.QuotaExceeded.code: "that much may not be pinned, by this tenant or by all together",
+    errors.OutOfSpace.code: "the object lies on a disk alone, and a soft pin is of memory",
+}
+PIN_REMEDY = "pass soft_pin_ms=60_000 or hard_pin=True, or soft_pin_ms=0 to end the pin"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object as `list` shows it."""
+
+    key: str
+    nbytes: int
+    replicas: int
+
+
+class PutOutcomes(list[PutOutcome]):
+    """What became of each key of a put, in order: None, or why it was not stored. `replicas[i]`: on
+    how many nodes the put has stored key i, 0 if it has not; without `strict` that may be fewer
+    than the policy asked for."""
+
+    def __init__(self, outcomes: Iterable[PutOutcome], replicas: Sequence[int]) -> None:
+        super().__init__(outcomes)
+        self.replicas = replicas
+
+
+def plain_outcomes(
+    codes: Sequence[int], causes: dict[int, str], keys: Sequence[str]
+) -> list[PutOutcome]:
+    """None, or the error with the cause of its code; of calls that only the master answers."""
+    return [
+        error_of(code, causes.get(code, "it was refused"), key=key) if code else None
+        for code, key in zip(codes, keys, strict=True)
+    ]
+
+
 GetOutcome: TypeAlias = bytes | int | MooncakeError
 
 _UNREADABLE = frozenset(

@@ -8,6 +8,7 @@ group end together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class PutJob:
     upsert: bool = False  # what a key holds is replaced by the commit
     # Key -> generation of an attempt that was sealed, and whose commit came to nothing so far.
     uncommitted: dict[bytes, int] = field(default_factory=dict)
+    # Key -> how many replicas were sealed, where the policy asks for several.
+    replicas: dict[bytes, int] = field(default_factory=dict)
 
     def select(self, which: Sequence[int]) -> PutJob:
         """The same for some of the keys."""
@@ -68,7 +71,15 @@ class PutJob:
             [self.groups[i] for i in which] if self.groups else (),
             self.upsert,
             self.uncommitted,
+            self.replicas,
         )
+
+    def replica_counts(self, codes: Sequence[int]) -> list[int]:
+        """On how many nodes each key was stored, whose put ended with these codes."""
+        known = self.replicas
+        return [
+            0 if code else known.get(key, 1) for key, code in zip(self.keys, codes, strict=True)
+        ]
 
 
 @dataclass(slots=True)
@@ -78,6 +89,16 @@ class _Part:
     grant: NodeGrant
     keys: Codes  # index in the batch of each row's key
     codes: Codes
+
+
+def _sealed_counts(job: PutJob, grants: Grants, parts: Sequence[_Part]) -> dict[bytes, int]:
+    """How many nodes have sealed each key. Replicas carry the key's generation; of an object in
+    parts, each of which is somewhere once, only the first does."""
+    sealed: Counter[int] = Counter()
+    for part in parts:
+        own = part.grant.table()["generation"] == grants.generations[part.keys]
+        sealed.update(part.keys[own & (part.codes == errors.OK)].tolist())
+    return {job.keys[key]: count for key, count in sealed.items()}
 
 
 def _one_fate(groups: Sequence[int], codes: list[int]) -> None:
@@ -381,6 +402,8 @@ class BatchWriter:
     ) -> None:
         """Commit keys with a sealed replica, revoke the others; `codes` changes in place."""
         generations: list[int] = grants.generations.tolist()
+        if job.policy.replica_count > 1:
+            job.replicas.update(_sealed_counts(job, grants, parts))
         if not any(codes) and not any(part.codes.any() for part in parts):
             codes[:] = self._commit(job, job.keys, generations, []).tolist()
             self._note_uncommitted(job, generations, range(len(codes)), codes)

@@ -189,6 +189,8 @@ def put_start_request(
         ttl_ms=policy.ttl_ms,
         group=groups,
         upsert=ask.upsert,
+        expires_with=policy.expires_with,
+        recompute_cost=policy.recompute_cost,
     )
 
 
@@ -222,6 +224,10 @@ def remove_all_request(removal: c.Remove, cursor: bytes) -> Message:
         all=True,
         cursor=cursor,
     )
+
+
+def pin_request(tenant: str, keys: Sequence[bytes], soft_pin_ms: int, hard_pin: bool) -> Message:
+    return pb.PinRequest(tenant=tenant, keys=keys, soft_pin_ms=soft_pin_ms, hard_pin=hard_pin)
 
 
 def list_request(tenant: str, prefix: bytes, after: bytes, limit: int) -> Message:

@@ -116,6 +116,8 @@ def _put_start(r: pb.PutStartRequest, edge: Edge) -> c.PutStart:
         soft_pin_ms=r.soft_pin_ms,
         hard_pin=r.hard_pin,
         ttl_ms=r.ttl_ms,
+        expires_with=r.expires_with,
+        recompute_cost=r.recompute_cost or 1,
     )
     groups = _aligned("groups", r.group, keys) if r.group else ()
     digests = edge.digests(tenant, keys)
@@ -153,6 +155,10 @@ def _remove(r: pb.RemoveRequest, edge: Edge) -> c.Remove:
     if (r.prefix or r.pattern) and not r.all:
         raise UsageError("remove: a prefix or a pattern needs `all`")
     return c.Remove(_tenant(r), keys, r.force, r.all, r.prefix, r.pattern, r.cursor)
+
+
+def _pin(r: pb.PinRequest, edge: Edge) -> c.Pin:
+    return c.Pin(_tenant(r), _keys(r), r.soft_pin_ms, r.hard_pin)
 
 
 def _list(r: pb.ListRequest, edge: Edge) -> c.List:
@@ -236,6 +242,7 @@ _COMMANDS: dict[int, Callable[[Any, Edge], c.Command]] = {
     pb.LANE_PUT_END: _put_end,
     pb.LANE_PUT_REVOKE: _put_revoke,
     pb.LANE_REMOVE: _remove,
+    pb.LANE_PIN: _pin,
     pb.LANE_LIST: _list,
     pb.LANE_REPORT: _report,
     pb.LANE_MOUNT: _mount,
@@ -344,7 +351,7 @@ def reserved(
 
 
 def statuses(method: Method, answer: c.Statuses, term: int) -> bytes:
-    """Reply of PutEnd, PutRevoke, Remove, Copy and Report."""
+    """Reply of PutEnd, PutRevoke, Remove, Pin, Copy and Report."""
     reply: Any = method.reply(outcome=_ok(term))
     if not isinstance(reply, pb.ReportReply):
         reply.status = answer.status

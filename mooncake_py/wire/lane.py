@@ -50,6 +50,7 @@ RESERVE = Method(pb.LANE_RESERVE, "Reserve", pb.ReserveRequest, pb.ReserveReply,
 PUT_END = Method(pb.LANE_PUT_END, "PutEnd", pb.PutEndRequest, pb.PutEndReply, changes=True)
 PUT_REVOKE = Method(pb.LANE_PUT_REVOKE, "PutRevoke", pb.PutRevokeRequest, pb.PutRevokeReply)
 REMOVE = Method(pb.LANE_REMOVE, "Remove", pb.RemoveRequest, pb.RemoveReply, changes=True)
+PIN = Method(pb.LANE_PIN, "Pin", pb.PinRequest, pb.PinReply, changes=True)
 LIST = Method(pb.LANE_LIST, "List", pb.ListRequest, pb.ListReply)
 REPORT = Method(pb.LANE_REPORT, "Report", pb.ReportRequest, pb.ReportReply)
 MOUNT = Method(pb.LANE_MOUNT, "Mount", pb.MountRequest, pb.MountReply, urgent=True, changes=True)
@@ -74,6 +75,6 @@ INVENTORY = Method(pb.LANE_INVENTORY, "Inventory", pb.InventoryRequest, pb.Inven
 METHODS = (
     CONNECT, EXISTS, LOCATE, PUT_START, PUT_END, PUT_REVOKE, REMOVE, LIST, REPORT, MOUNT,
     HEARTBEAT, UNMOUNT, DISK_WORK, STATUS, SET_QUOTA, EVENTS, TASKS, COPY,
-    DRAIN, RESERVE, INVENTORY,
+    DRAIN, RESERVE, INVENTORY, PIN,
 )  # fmt: skip
 BY_NUMBER = {method.number: method for method in METHODS}

@@ -28,6 +28,7 @@ _PIECES = 2  # MC_PULL_PIECES
 _HEAD = struct.Struct("<Q16sIIIIII")  # mc_pull_head
 _NAMES = struct.Struct("<IIHHI")  # mc_pull_names
 _HARD_PIN = 1
+_U32_MAX = (1 << 32) - 1  # 49 days; what is longer is cut, should only the node remember it
 _UNSEAL = struct.Struct("<Q16s")
 _CODE = struct.Struct("<I")
 
@@ -71,7 +72,8 @@ def pull_names(tenant: str, keys: Sequence[bytes], policy: ReplicaPolicy) -> byt
     text = tenant.encode()
     ends = list(accumulate(map(len, keys)))
     flags = _HARD_PIN if policy.hard_pin else 0
-    head = _NAMES.pack(policy.soft_pin_ms, policy.ttl_ms, len(text), flags, 0)
+    soft_pin_ms, ttl_ms = (min(each, _U32_MAX) for each in (policy.soft_pin_ms, policy.ttl_ms))
+    head = _NAMES.pack(soft_pin_ms, ttl_ms, len(text), flags, 0)
     padding = bytes(-(len(text) + ends[-1]) % 8)  # what follows is aligned
     return b"".join((head, struct.pack(f"<{len(ends)}Q", *ends), text, *keys, padding))
 

@@ -185,17 +185,18 @@ def test_f18_a_tenant_pins_no_more_than_its_share_and_leaves_the_rest_to_others(
     assert tenant.hard_pinned_units == 10 * 64
 
 
-def test_a14_f18_one_tenant_soft_pins_only_its_share_and_every_pin_counts_until_its_end() -> None:
+def test_a14_f18_one_tenant_soft_pins_only_its_share_and_every_pin_ends() -> None:
     driver = Driver(CatalogSettings(objects_max=1 << 14, tenant_soft_pin_max_ratio=0.25))
     driver.mount("a", 1 << 20)
     assert driver.put([b"a", b"b"], 100 << 10, soft_pin_ms=5_000) == [0, 0]
     assert driver.put([b"c"], 100 << 10, soft_pin_ms=5_000) == [QuotaExceeded.code]
     assert driver.put([b"d"], 100 << 10) == [0], "without a pin there is room"
     driver.remove([b"a"])
-    assert driver.put([b"c"], 100 << 10, soft_pin_ms=5_000) == [QuotaExceeded.code]
+    assert driver.put([b"c"], 100 << 10, soft_pin_ms=5_000) == [0], "it ended with its object"
+    assert driver.put([b"e"], 100 << 10, soft_pin_ms=5_000) == [QuotaExceeded.code]
     status = driver.apply(Status()).reply
     assert isinstance(status, StatusInfo)
     assert status.tenants[0].counters["soft_pinned_bytes"] >= 200 << 10
     driver.pass_time(5_100)
-    assert driver.put([b"c"], 100 << 10, soft_pin_ms=5_000) == [0]
+    assert driver.put([b"e"], 100 << 10, soft_pin_ms=5_000) == [0]
     check_invariants(driver.catalog)

@@ -138,7 +138,7 @@ def test_many_extents_are_unsealed_in_pieces(service: Service) -> None:
 
 
 def test_every_method_has_its_own_number_and_path() -> None:
-    assert len({method.number for method in METHODS}) == len(METHODS) == 21
+    assert len({method.number for method in METHODS}) == len(METHODS) == 22
     assert len({method.path for method in METHODS}) == len(METHODS)
     numbers = {name: number for name, number in vars(pb).items() if name.startswith("LANE_")}
     assert {method.number for method in METHODS} == set(numbers.values()) - {0}

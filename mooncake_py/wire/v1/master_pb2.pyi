@@ -28,6 +28,7 @@ LANE_DRAIN: int
 LANE_INVENTORY: int
 LANE_DISK_WORK: int
 LANE_RESERVE: int
+LANE_PIN: int
 
 class Outcome(Message):
     code: int
@@ -174,6 +175,8 @@ class PutStartRequest(Message):
     ttl_ms: int
     group: RepeatedScalarFieldContainer[int]
     upsert: bool
+    expires_with: str
+    recompute_cost: int
     def __init__(
         self,
         *,
@@ -189,6 +192,8 @@ class PutStartRequest(Message):
         ttl_ms: int | None = ...,
         group: Iterable[int] | None = ...,
         upsert: bool | None = ...,
+        expires_with: str | None = ...,
+        recompute_cost: int | None = ...,
     ) -> None: ...
 
 class PutStartReply(Message):
@@ -329,6 +334,30 @@ class RemoveReply(Message):
         removed: int | None = ...,
         kept: int | None = ...,
         cursor: bytes | None = ...,
+    ) -> None: ...
+
+class PinRequest(Message):
+    tenant: str
+    keys: RepeatedScalarFieldContainer[bytes]
+    soft_pin_ms: int
+    hard_pin: bool
+    def __init__(
+        self,
+        *,
+        tenant: str | None = ...,
+        keys: Iterable[bytes] | None = ...,
+        soft_pin_ms: int | None = ...,
+        hard_pin: bool | None = ...,
+    ) -> None: ...
+
+class PinReply(Message):
+    outcome: Outcome
+    status: bytes
+    def __init__(
+        self,
+        *,
+        outcome: Outcome | None = ...,
+        status: bytes | None = ...,
     ) -> None: ...
 
 class ListRequest(Message):
