@@ -102,6 +102,10 @@ def _offload(
     if units > disk.usable_units:
         return "too_large"
     generation = state.table.generation[slot]
+    on_its_way = disk.offloads.get(generation)
+    if on_its_way is not None:  # set aside before, used, and next to go once more
+        on_its_way.stamp = state.table.stamp[slot]
+        return ""
     expires_ms = now_ms + state.settings.offload_ms
     disk.offloads[generation] = Offload(
         slot, generation, units, expires_ms, state.table.stamp[slot]

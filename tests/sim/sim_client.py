@@ -21,6 +21,7 @@ from mooncake_py.master.commands import (
     List,
     Locate,
     Located,
+    Pin,
     PutEnd,
     PutRevoke,
     PutStart,
@@ -73,6 +74,8 @@ class Client:
                 yield from self._limit()
             elif dice < 0.97:
                 yield from self._operate()
+            elif dice < 0.98:
+                yield from self._pin()
             else:
                 yield from self._look()
             yield Sleep(random.randrange(1, 25))
@@ -100,6 +103,7 @@ class Client:
             soft_pin_ms=random.choice([0, 0, 0, 500]),
             hard_pin=random.random() < 0.03,
             ttl_ms=random.choice([0, 0, 0, 700]),
+            expires_with=random.choice(self.keys).decode() if random.random() < 0.1 else "",
         )
         lengths = [random.choice([0, 100, 700, 2000, 3000]) for _ in keys]
         start = PutStart(
@@ -173,7 +177,7 @@ class Client:
         yield from self._get_parts(keys, located, nodes, until_ms, floors)
         for i in range(len(located.status)):
             for _, segment_id, offset, length, generation in [r for r in rows if r[0] == i]:
-                place = Read(offset, length, generation)
+                place = Read(offset, length, generation, segment_id)
                 where = Placement(keys[i], nodes[segment_id], segment_id, place, until_ms, lives)
                 self.placements.append(where)
                 good = yield from self._read(where, floors[keys[i]])
@@ -196,7 +200,7 @@ class Client:
             assert start == ends.get(i, 0) or start + length == ends[i], "a hole between parts"
             ends[i] = start + length
             segment_id = located.segment_ids[entry]
-            place = Read(offset, length, generation)
+            place = Read(offset, length, generation, segment_id)
             where = Placement(keys[i], nodes[segment_id], segment_id, place, until_ms, lives)
             if (yield from self._read(where, floors[keys[i]])):
                 self.history.count("good reads of parts")
@@ -249,6 +253,12 @@ class Client:
             random.choice(POLICIES), random.random() < 0.5,
         )  # fmt: skip
         yield from self._ask(quota)
+
+    def _pin(self) -> Script:
+        random = self.world.random
+        hard = random.random() < 0.2
+        wish = Pin("t", self._some_keys(3), 0 if hard else random.choice([0, 300, 900]), hard)
+        yield from self._ask(wish)
 
     def _operate(self) -> Script:
         """Drains begin and are called off; objects are copied and moved."""

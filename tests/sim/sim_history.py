@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from catalog_model import grant_rows
 
 from mooncake_py.master import records
@@ -21,11 +22,15 @@ from mooncake_py.master.commands import (
     TaskList,
     Tasks,
 )
-from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
+from mooncake_py.master.disk_commands import DiskTasks
+from mooncake_py.master.events import STORED
+from mooncake_py.master.lifecycle import Event
+from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK
 from mooncake_py.master.state import extent_units
 from mooncake_py.master.stripes import whole_key
 from mooncake_py.master.tenant import BORROW
 from mooncake_py.model import EXTENT_ROW
+from mooncake_py.wire.rows import DISK_TASK
 
 
 class History:
@@ -47,6 +52,12 @@ class History:
         self.mates: dict[int, set[int]] = {}  # generation -> those of its group
         self.copy_of: dict[int, int] = {}  # generation of a copied replica -> of its object
         self.counts: dict[str, int] = {}
+        self.expiries: dict[int, int] = {}  # of grants, on the master's clock
+        self.accepted: set[int] = set()  # commits that were answered with OK
+        self.parts: set[int] = set()  # further parts of objects, which have no events
+        self.events_seen = 0
+        self.moved = 0  # evicted to a disk, by this master
+        self.hard: set[int] = set()  # pinned hard before the present command
 
     def count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -56,7 +67,7 @@ class History:
     def applied(self, catalog: Catalog, command: Command, applied: Applied, now_ms: int) -> None:
         self.catalog = catalog
         self.count(type(command).__name__)
-        self._learn_reply(command, applied.reply)
+        self._learn_reply(command, applied.reply, now_ms)
         self._judge_groups(catalog)
         if isinstance(command, PutStart):
             self._judge_quota(catalog, command, applied.reply)
@@ -74,9 +85,39 @@ class History:
                 self.gone_segments.add(record.segment_id)
         if isinstance(command, Remove):
             self._learn_removal(applied)
+        told = self._judge_events(catalog, command)
         for generation in self.committed - self._live(catalog):
             assert generation in self.causes, f"generation {generation} vanished"
+            known = generation in told or generation in self.parts
+            assert known, f"no event tells of the end of {generation}"
             self.committed.discard(generation)
+        self.hard = self._hard(catalog)
+
+    def _judge_events(self, catalog: Catalog, command: Command) -> set[int]:
+        """Every end has an event with its cause; what is pinned hard is never evicted."""
+        page = catalog.state.events.page(self.events_seen, 1 << 10)
+        assert not page.gap, "events are missing"
+        self.events_seen = page.newest
+        told: set[int] = set()
+        for event in page.events:
+            assert self.keys[event.generation] == event.key, "an event of another object"
+            if event.what == STORED:
+                continue
+            told.add(event.generation)
+            self.count(f"ended: {event.what}")
+            if event.what == Event.EVICT.value:
+                assert event.generation not in self.hard, "what was pinned hard was evicted"
+        moved = catalog.state.counters["evictions_to_disk"]
+        self.counts["evictions to disk"] = self.counts.get("evictions to disk", 0) + (
+            moved - self.moved
+        )
+        self.moved = moved
+        return told
+
+    @staticmethod
+    def _hard(catalog: Catalog) -> set[int]:
+        table = catalog.state.table
+        return {table.generation[slot] for slot in table.live() if table.flags[slot] & HARD_PIN}
 
     def _learn_removal(self, applied: Applied) -> None:
         """With a key goes what it had before and somebody may still read."""
@@ -88,26 +129,34 @@ class History:
                     self.causes[origin] = "forced"
                     self.count("leased extents of removed keys")
 
-    def _learn_reply(self, command: Command, reply: object) -> None:
+    def _learn_reply(self, command: Command, reply: object, now_ms: int) -> None:
         if isinstance(command, PutStart) and isinstance(reply, Granted):
             for key, generation in zip(command.keys, reply.generations, strict=True):
                 if generation:
                     assert generation > max(self.keys, default=0), "a generation is used again"
                     self.keys[generation] = key
             for index, segment_id, _, _, generation in grant_rows(reply):
-                self.keys.setdefault(generation, command.keys[index])  # of a part
+                if generation not in self.keys:
+                    self.keys[generation] = command.keys[index]
+                    self.parts.add(generation)
                 self.segments.setdefault(generation, set()).add(segment_id)
             self._learn_groups(reply)
         elif isinstance(reply, TaskList):
             self._learn_copies(reply)
+        elif isinstance(reply, DiskTasks):
+            self._learn_promotions(reply)
         elif isinstance(command, PutEnd) and isinstance(reply, Statuses):
             for generation, code in zip(command.generations, reply.status, strict=True):
                 if code == 0:
+                    in_time = generation in self.accepted or now_ms < self.expiries[generation]
+                    assert in_time, f"generation {generation} was committed after its expiry"
+                    self.accepted.add(generation)
                     self.committed.add(generation)
 
     def _learn_groups(self, reply: Granted) -> None:
         for rows in reply.rows:
-            for _, _, _, _, generation, _, _, name in EXTENT_ROW.iter_unpack(rows):
+            for _, _, _, _, generation, expires_ms, _, name in EXTENT_ROW.iter_unpack(rows):
+                self.expiries[generation] = expires_ms
                 if name:
                     self.groups.setdefault(name, set()).add(generation)
                     self.mates[generation] = self.groups[name]
@@ -141,6 +190,13 @@ class History:
             copy = self.catalog.state.tasks.running[task.generation]
             assert copy.of == origin
 
+    def _learn_promotions(self, reply: DiskTasks) -> None:
+        for task in np.frombuffer(reply.promotions, DISK_TASK):
+            generation, own = int(task["generation"]), int(task["memory_generation"])
+            assert own not in self.keys, "a generation is used again"
+            self.keys[own] = self.keys[generation]
+            self.copy_of[own] = generation
+
     @staticmethod
     def _cause(command: Command) -> str:
         if isinstance(command, Remove):
@@ -164,6 +220,8 @@ class History:
     def master_restarted(self, catalog: Catalog, now_ms: int) -> None:
         """Only what had not reached the disk may be different now."""
         self.catalog = catalog
+        self.events_seen, self.moved = catalog.state.events.next - 1, 0
+        self.hard = self._hard(catalog)
         self.lives += 1
         self.groups.clear()  # of what was granted last, parts may be lost with the log
         live = self._live(catalog)
@@ -241,6 +299,12 @@ class History:
         found += [
             (copy.generation, copy.units, copy.target)
             for copy in self.catalog.state.tasks.running.values()
+        ]
+        found += [
+            (each.own, each.units, each.place)
+            for segment in self.catalog.state.members.disks.values()
+            if segment.disk is not None
+            for each in segment.disk.promotions.values()
         ]
         for tenant in self.catalog.state.tenants:
             for put, index in tenant.writing.values():

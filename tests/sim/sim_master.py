@@ -24,6 +24,7 @@ from mooncake_py.master.commands import (
     Tick,
     Unseal,
 )
+from mooncake_py.master.disk_commands import DiskWork
 from mooncake_py.master.records import unpack
 from mooncake_py.master.replay import RestoreReport
 from mooncake_py.master.settings import CatalogSettings
@@ -186,7 +187,7 @@ class Master:
             if isinstance(reply, Located | TaskList):
                 return nodes, (), ()
             return nodes, tuple(self.secrets[each] for each in reply.segment_ids), ()
-        if isinstance(message, Heartbeat):
+        if isinstance(message, Heartbeat | DiskWork):
             return (), (), tuple(self.unseals.pop(message.segment_id, ()))
         return (), (), ()
 

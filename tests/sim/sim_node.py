@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sim_disk import Disk
 from sim_history import History
 from sim_master import Answer
 from sim_world import Call, Script, Sleep, World
@@ -57,6 +58,7 @@ class Read:
     offset: int
     length: int
     generation: int
+    segment_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Node:
         self.incarnation = 0
         self.up = False
         self.draining = False
+        self.disk = Disk(self, int(name[1:]) + 1) if world.chance(0.5) else None
         self.start()
 
     def start(self) -> None:
@@ -96,6 +99,8 @@ class Node:
         self.world.processes[self.name] = self
         life = self.incarnation
         self.world.start(self.name, self._keep_mounted(), lambda: self.alive(life))
+        if self.disk is not None:
+            self.world.start(self.name, self.disk.serve(), lambda: self.alive(life))
 
     def alive(self, life: int) -> bool:
         return self.up and life == self.incarnation
@@ -115,7 +120,7 @@ class Node:
                 command = Heartbeat(self.name, self.incarnation, self.segment_id, self.draining)
                 answer = yield Call("master", command, self.settings.heartbeat_ms)
                 if isinstance(answer, Answer):
-                    self._follow(answer)
+                    self.follow(answer)
                     if isinstance(answer.reply, Refused):
                         self.secret = 0
                         continue
@@ -134,14 +139,14 @@ class Node:
         answer = yield Call("master", command, 4 * self.settings.heartbeat_ms)
         if not isinstance(answer, Answer) or not isinstance(answer.reply, Mounted):
             return
-        self._follow(answer)
+        self.follow(answer)
         if answer.reply.segment_id != self.segment_id:
             self.history.node_lost(self.segment_id)
             self.segment_id = answer.reply.segment_id
             self.headers.clear()
         (self.secret,) = answer.secrets
 
-    def _follow(self, answer: Answer) -> None:
+    def follow(self, answer: Answer) -> None:
         self.master_ms = (answer.now_ms, self.world.now_ms)
 
     def _master_now_ms(self) -> int:
@@ -164,38 +169,51 @@ class Node:
             answer = yield Call("master", ask, 4 * self.settings.heartbeat_ms)
             if not isinstance(answer, Answer) or not isinstance(answer.reply, TaskList):
                 break
-            self._follow(answer)
+            self.follow(answer)
             if not answer.reply.copies:
                 break
             done = []
             for task in answer.reply.copies:
-                code = yield from self._make_copy(task, answer.nodes[task.source])
+                home = answer.reply.segment_ids[task.source]
+                code = yield from self._make_copy(task, answer.nodes[task.source], home)
                 if not self.world.chance(0.05):
                     done.append((task.generation, code))
         self.working = False
 
-    def _make_copy(self, task: CopyTask, source: str) -> Script:
+    def _make_copy(self, task: CopyTask, source: str, home: int) -> Script:
         """As `store/tasks.py` does: begin, read a replica, seal if it was good."""
-        units = self._units(task.offset, task.length)
+        read = Read(task.source_offset, task.length, task.source_generation, home)
+        extent = (task.offset, task.length, task.generation)
+        key = whole_key(task.name.key)
+        code = yield from self.write_extent(extent, key, task.expires_ms, Call(source, read, 200))
+        if not code:
+            self.history.count("copies made")
+        return code  # type: ignore[return-value]
+
+    def write_extent(
+        self, extent: tuple[int, int, int], key: bytes, expires_ms: int, bytes_from: Call | int
+    ) -> Script:
+        """Begin, get the bytes (from a node, or in so many ms), seal if they were good."""
+        offset, length, generation = extent
+        units = self._units(offset, length)
         pull = Pull(self.segment_id, self.secret, b"", (), 0)
-        if self._refuses(pull, task.offset, units, task.generation, task.expires_ms):
+        if self._refuses(pull, offset, units, generation, expires_ms):
             return LeaseExpired.code  # type: ignore[return-value]
-        header = Header(task.generation, task.length, whole_key(task.name.key))
-        number = self._begin(units, header, task.offset)
-        read = Read(task.source_offset, task.length, task.source_generation)
-        found = yield Call(source, read, 200)
+        header = Header(generation, length, key)
+        number = self._begin(units, header, offset)
+        found = yield bytes_from if isinstance(bytes_from, Call) else Sleep(bytes_from)
         if self.running.pop(number, None) is None:
             return LeaseExpired.code  # type: ignore[return-value]
-        if not isinstance(found, Bytes) or found.code:
-            return PeerUnreachable.code  # type: ignore[return-value]
-        assert self.history.keys[found.generation] == header.key, "a copy of another object"
-        if task.expires_ms <= self._master_now_ms():
+        if isinstance(bytes_from, Call):
+            if not isinstance(found, Bytes) or found.code:
+                return PeerUnreachable.code  # type: ignore[return-value]
+            assert self.history.keys[found.generation] == key, "a copy of another object"
+        if expires_ms <= self._master_now_ms():
             return LeaseExpired.code  # type: ignore[return-value]
-        self._write(units, task.generation, first_half=False)
-        if self.headers.get(task.offset) is not header:
+        self._write(units, generation, first_half=False)
+        if self.headers.get(offset) is not header:
             return LeaseExpired.code  # type: ignore[return-value]
         header.sealed = True
-        self.history.count("copies made")
         return 0  # type: ignore[return-value]
 
     def _begin(self, units: range, header: Header, offset: int) -> int:
@@ -216,6 +234,9 @@ class Node:
             answer(self._read(message))
 
     def _read(self, read: Read) -> Bytes:
+        if self.disk is not None and read.segment_id == self.disk.segment_id:
+            found = self.disk.read(read)
+            return Bytes(found, 0 if found else LeaseExpired.code)
         header = self.headers.get(read.offset)
         if (
             header is None
@@ -224,11 +245,15 @@ class Node:
             or header.length != read.length
         ):
             return Bytes(code=LeaseExpired.code)
-        units = self._units(read.offset, read.length)
-        if set(self.memory[units.start : units.stop]) != {header.generation}:
+        if not self.holds(read.offset, read.length, header.generation):
             self.history.damaged(header.generation)
             return Bytes(code=ChecksumMismatch.code)
         return Bytes(header.generation)
+
+    def holds(self, offset: int, length: int, generation: int) -> bool:
+        """Are all the bytes there of this generation?"""
+        units = self._units(offset, length)
+        return set(self.memory[units.start : units.stop]) == {generation}
 
     @staticmethod
     def _units(offset: int, length: int) -> range:

@@ -20,7 +20,8 @@ SETTINGS = CatalogSettings(
     tick_ms=20, grant_ttl_ms=600, grant_margin_ms=150, lease_ms=300, lease_max_ms=1_000,
     heartbeat_ms=50, suspect_ms=150, dead_ms=1_000, doubt_ms=200, reclaim_max=3, step_max=3,
     generation_block=1 << 13, objects_max=1 << 12, hot_copies_max=1, hot_window_ms=300, hot_min=3,
-    hot_factor=2, stripe_min_bytes=1 << 10,
+    hot_factor=2, stripe_min_bytes=1 << 10, offload_ms=700, events_max=1 << 10,
+    evict_low_ratio=0.85, offload_ahead_ratio=0.84,
 )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ class Simulation:
             Node(self.world, f"n{i}", nbytes, SETTINGS, self.history)
             for i in range(random.randrange(1, 5))
         ]
-        keys = [b"k%d" % i for i in range(random.choice([3, 12]))]
+        keys = [b"k%d" % i for i in range(random.choice([3, 12, 30]))]
         self.clients = [
             Client(self.world, f"c{i}", keys, self.history) for i in range(random.randrange(1, 5))
         ]
@@ -139,9 +140,14 @@ class Simulation:
             or len(state.resting)
             or state.leaving
             or state.tasks.running
-            or {each.segment_id for each in state.members} != {n.segment_id for n in self.nodes}
+            or {each.segment_id for each in state.members} != self._segment_ids()
             or any(each.state != "alive" for each in state.members)
+            or any(each.disk and each.disk.promotions for each in state.members)
         )
+
+    def _segment_ids(self) -> set[int]:
+        disks = {each.disk.segment_id for each in self.nodes if each.disk is not None}
+        return disks | {each.segment_id for each in self.nodes}
 
     def _check_debts(self) -> None:
         """Every grant has ended, nothing rests, and what the catalog lists is really there."""
@@ -152,7 +158,8 @@ class Simulation:
         assert not state.leaving
         assert not state.tasks.running, "a copy has not ended"
         by_segment = {each.segment_id: each for each in self.nodes}
-        assert {each.segment_id for each in state.members} == set(by_segment)
+        disks = {each.disk.segment_id: each.disk for each in self.nodes if each.disk is not None}
+        assert {each.segment_id for each in state.members} == self._segment_ids()
         assert all(each.state == "alive" for each in state.members)
         table = state.table
         for slot in table.live():
@@ -161,6 +168,10 @@ class Simulation:
             for place in table.places(slot):
                 generation = table.replica_generation(slot, place)
                 segment = state.members.at(place >> 44)
+                if segment.segment_id in disks:
+                    file = disks[segment.segment_id].files[generation]
+                    assert file == (whole_key(table.key[slot] or b""), table.length[slot])
+                    continue
                 node = by_segment[segment.segment_id]
                 header = node.headers.get((place & ((1 << 44) - 1)) * 64)
                 assert header is not None, f"{table.key[slot]!r} is not where it should be"

@@ -37,6 +37,10 @@ def test_seeds_reach_what_they_are_meant_to_reach() -> None:
         "CopyObjects",
         "copies committed",
         "good reads of parts",
+        "Pin",
+        "offloads",
+        "reads of a disk",
+        "ended: evict",
     ):
         assert totals.get(what, 0) > 5, f"hardly any {what}"
 

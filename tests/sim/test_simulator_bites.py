@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 from sim_run import simulate
 
-from mooncake_py.master import catalog, copies, lifecycle, objects, quotas
+from mooncake_py.master import (
+    catalog,
+    commits,
+    copies,
+    events,
+    eviction,
+    lifecycle,
+    objects,
+    quotas,
+    tiering,
+)
 from mooncake_py.master.commands import Heartbeat, Remove
 from mooncake_py.master.lifecycle import Event, Promise, State
 from mooncake_py.master.state import CatalogState
@@ -108,4 +118,52 @@ def test_copies_that_are_committed_for_whoever_is_in_the_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(copies, "_lives", lambda state, copy: True)
+    assert_found_out("")
+
+
+def test_commits_after_the_expiry_of_their_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commits, "still_there", lambda *arguments: True)
+    assert_found_out("committed after its expiry")
+
+
+def test_ends_that_no_record_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Work, "drop", lambda *arguments: None)
+    assert_found_out("vanished")
+
+
+def test_ends_that_no_event_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = events.EventLog.add
+
+    def forgetful(self: events.EventLog, what: str, *which: Any) -> None:
+        if what != Event.EVICT.value:
+            add(self, what, *which)
+
+    monkeypatch.setattr(events.EventLog, "add", forgetful)
+    assert_found_out("no event tells of the end")
+
+
+def test_hard_pins_that_are_only_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(self: eviction.Pool, slot: int, hard: bool, until_ms: int, now_ms: int) -> None:
+        self._table.flags[slot] |= objects.HARD_PIN * hard
+
+    monkeypatch.setattr(eviction.Pool, "pin", noted)
+    assert_found_out("")
+
+
+def test_offloads_that_are_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = tiering._offload
+
+    def anew(state: Any, slot: int, target: Any, *arguments: Any) -> str:
+        if target is not None:
+            target.disk.offloads.pop(state.table.generation[slot], None)
+        return offload(state, slot, target, *arguments)
+
+    monkeypatch.setattr(tiering, "_offload", anew)
+    assert_found_out("")
+
+
+def test_disk_work_that_is_believed_for_whoever_is_in_the_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiering, "_lives", lambda state, slot, generation: True)
     assert_found_out("")
