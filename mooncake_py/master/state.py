@@ -49,7 +49,6 @@ from mooncake_py.model import EXTENT_ALIGN_BYTES, extent_bytes
 
 _POLICIES: dict[str, type[Pool]] = {"lru": Lru, "s3fifo": S3Fifo, "cost": Worth}
 _UNTOLD_MS = 1_000  # until a grant is looked at again that nodes have yet to tell of
-_SET_ASIDE_MS = 1_000  # an object whose end would free nothing useful is looked at again later
 
 
 def extent_units(length: int) -> int:
@@ -74,14 +73,13 @@ class CatalogState:
         self.order = EvictionOrder(self.table)
         self.resting = RestingExtents()
         self.counters: defaultdict[str, int] = defaultdict(int, dict.fromkeys(COUNTERS, 0))
-        self.term = 0
-        self.next_generation = 1
-        self.generation_mark = 1  # generations below may be used: a durable record says so
+        self.term = self.housekeeping_ms = 0
+        # Generations below the mark may be used: a durable record says so.
+        self.next_generation = self.generation_mark = 1
         self.groups = Groups()
         self.events = EventLog(settings.events_max)
-        self.open_grants = 0
+        self.open_grants = self.hard_pinned_units = 0
         self.reservations: list[Put] = []  # with open ones among them (reservations.py)
-        self.hard_pinned_units = 0
         self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
         self.leaving: list[Leaving] = []  # segments that are gone, and not yet forgotten
         self.tasks = TaskBook()
@@ -89,10 +87,8 @@ class CatalogState:
         self.lingering = Lingering()
         self.before_drop: Callable[[int], None] | None = None  # of the snapshot in the making
         self._expiries: list[tuple[int, int, Put]] = []
-        self._expiry_index = 0  # of the first one: its grants before this one have been looked at
-        self._put_count = 0
+        self._put_count = self._expiry_index = 0  # of the first: grants before it were looked at
         self.ttls = TtlWatch(self.table)
-        self.housekeeping_ms = 0
         self.patterns: dict[bytes, Pattern] = {}  # of removals in progress
         self.aside: dict[int, int] = {}  # slots whose end frees nothing useful, with generation
         self.aside_version = 0  # of the membership then
@@ -147,9 +143,8 @@ class CatalogState:
         """The attempt ends without an object."""
         put, index = grant
         transition = end(State.WRITING, event)
-        until = 0
-        if transition.promise is Promise.GRANT:
-            until = put.expires_ms + self.settings.grant_margin_ms
+        promised = transition.promise is Promise.GRANT
+        until = put.expires_ms + self.settings.grant_margin_ms if promised else 0
         group = put.groups[index] if put.groups else 0
         if transition.unseal is Unseal.AT_ONCE:
             for place in put.places[index]:

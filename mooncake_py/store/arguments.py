@@ -166,6 +166,13 @@ def check_period(name: str, given: int) -> None:
         )
 
 
+def check_pin(soft_pin_ms: int | None, hard_pin: bool) -> None:
+    if soft_pin_ms is None and not hard_pin:
+        remedy = "pass soft_pin_ms=60_000 or hard_pin=True, or soft_pin_ms=0 to end the pin"
+        raise UsageError("say how to pin", remedy=remedy)
+    check_period("soft_pin_ms", soft_pin_ms or 0)
+
+
 def _is_whole(number: Any, least: int, most: int) -> bool:
     whole = type(number) is int or isinstance(number, Integral)  # the first is the quick one
     return whole and least <= number <= most

@@ -19,19 +19,14 @@ from typing import Any, overload
 
 from mooncake_py import errors
 from mooncake_py.clock import Clock, Deadline, SystemClock
-from mooncake_py.errors import (
-    LeaseExpired,
-    MooncakeError,
-    ObjectNotFound,
-    UsageError,
-)
+from mooncake_py.errors import MooncakeError, UsageError
 from mooncake_py.master.client import MasterClient
 from mooncake_py.master.commands import CopyObjects
 from mooncake_py.model import DEFAULT_POLICY, OBJECT_MAX_BYTES, TENANT_MAX_BYTES, ReplicaPolicy
 from mooncake_py.store.arguments import (
     check_groups,
     check_paired,
-    check_period,
+    check_pin,
     check_policy,
     check_ranges,
     check_timeout,
@@ -45,8 +40,8 @@ from mooncake_py.store.explain import Explanation, explain
 from mooncake_py.store.get import BatchReader
 from mooncake_py.store.host import host_id
 from mooncake_py.store.outcomes import (
+    COPY_CAUSE,
     PIN_CAUSES,
-    PIN_REMEDY,
     REMOVE_CAUSES,
     GetOutcome,
     ObjectInfo,
@@ -61,7 +56,6 @@ from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.reservations import ReservationPool
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.store.session import ReadSession, WriteSession
-from mooncake_py.store.stripes import is_striped
 from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
 from mooncake_py.store.views import ObjectView, ViewTaker
 from mooncake_py.transfer import TransferEngine, options_for
@@ -300,27 +294,10 @@ class StoreClient:
         (name,) = key_names([key])
         with self._calls:
             deadline = self._deadline(timeout_ms)
-            rows = self._reader.recall(name)
-            for last in (False, True):
-                if rows is None:
-                    (rows,) = self._reader.locate([name], deadline)
-                if not rows:
-                    raise get_error(ObjectNotFound.code, key, 0, self._tenant)
-                if is_striped(rows):
-                    break  # not in one piece anywhere
-                try:
-                    view = self._views.take(key, name, rows, deadline)
-                except LeaseExpired:
-                    self._reader.cache.forget([name])
-                    rows = None
-                    if last:
-                        raise get_error(LeaseExpired.code, key, 0, self._tenant) from None
-                    continue
-                if view is not None:
-                    return view
-                break
-        value = self.get(key, timeout_ms=deadline.left_ms())
-        return ObjectView(key, value)
+            view = self._views.find(key, name, self._reader, deadline)
+        if view is not None:
+            return view
+        return ObjectView(key, self.get(key, timeout_ms=deadline.left_ms()))
 
     # --- sessions and explanations ---
 
@@ -424,11 +401,9 @@ class StoreClient:
         if not names:
             return []
         with self._calls:
-            deadline = self._deadline(timeout_ms)
+            left_ms = self._deadline(timeout_ms).left_ms()
             try:
-                removed = self._master.remove(
-                    self._tenant, names, force=force, timeout_ms=deadline.left_ms()
-                )
+                removed = self._master.remove(self._tenant, names, force=force, timeout_ms=left_ms)
             finally:
                 self._reader.cache.forget(names)
         outcomes = plain_outcomes(removed.status.tolist(), REMOVE_CAUSES, texts)
@@ -450,9 +425,7 @@ class StoreClient:
         Outcomes as of `remove`: None once it is durable; ObjectNotFound; QuotaExceeded when the
         tenant, or all of them, pin too much already; OutOfSpace for a soft pin of what lies on a
         disk alone."""
-        if soft_pin_ms is None and not hard_pin:
-            raise UsageError("say how to pin", remedy=PIN_REMEDY)
-        check_period("soft_pin_ms", soft_pin_ms or 0)
+        check_pin(soft_pin_ms, hard_pin)
         single = isinstance(keys, str)
         texts = [keys] if isinstance(keys, str) else key_list(keys)
         names = key_names(texts)
@@ -483,10 +456,7 @@ class StoreClient:
             wish = CopyObjects(self._tenant, names, to_node, from_node)
             left_ms = self._deadline(timeout_ms).left_ms()
             codes = self._master.copy(wish, timeout_ms=left_ms).tolist()
-        return [
-            error_of(code, "the object is not there yet, or cannot be", key=key) if code else None
-            for code, key in zip(codes, texts, strict=True)
-        ]
+        return plain_outcomes(codes, COPY_CAUSE, texts)
 
     def list(self, prefix: str = "", *, timeout_ms: int | None = None) -> Iterator[ObjectInfo]:
         """Complete objects whose key begins with `prefix`, in key order, fetched page by page.
@@ -497,10 +467,8 @@ class StoreClient:
         after = b""
         while True:
             with self._calls:
-                deadline = self._deadline(timeout_ms)
-                page = self._master.list(
-                    self._tenant, prefix, after=after, timeout_ms=deadline.left_ms()
-                )
+                left_ms = self._deadline(timeout_ms).left_ms()
+                page = self._master.list(self._tenant, prefix, after=after, timeout_ms=left_ms)
             lengths, replicas = page.lengths.tolist(), page.replicas.tolist()
             for key, nbytes, count in zip(page.keys, lengths, replicas, strict=True):
                 yield ObjectInfo(key.decode(), nbytes, count)

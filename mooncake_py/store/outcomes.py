@@ -17,7 +17,7 @@ PIN_CAUSES = {
     errors.QuotaExceeded.code: "that much may not be pinned, by this tenant or by all together",
     errors.OutOfSpace.code: "the object lies on a disk alone, and a soft pin is of memory",
 }
-PIN_REMEDY = "pass soft_pin_ms=60_000 or hard_pin=True, or soft_pin_ms=0 to end the pin"
+COPY_CAUSE = "the object is not there yet, or cannot be"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,13 @@ class PutOutcomes(list[PutOutcome]):
 
 
 def plain_outcomes(
-    codes: Sequence[int], causes: dict[int, str], keys: Sequence[str]
+    codes: Sequence[int], causes: dict[int, str] | str, keys: Sequence[str]
 ) -> list[PutOutcome]:
-    """None, or the error with the cause of its code; of calls that only the master answers."""
+    """None, or the error with its cause (by code, or one for all); of calls that only the master
+    answers."""
+    known = causes if isinstance(causes, dict) else dict.fromkeys(codes, causes)
     return [
-        error_of(code, causes.get(code, "it was refused"), key=key) if code else None
+        error_of(code, known.get(code, "it was refused"), key=key) if code else None
         for code, key in zip(codes, keys, strict=True)
     ]
 

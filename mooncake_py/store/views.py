@@ -28,12 +28,21 @@ import numpy as np
 from mooncake_py import errors
 from mooncake_py._native import ffi, memory
 from mooncake_py.clock import Clock, Deadline
-from mooncake_py.errors import LeaseExpired, MooncakeError, UsageError, error_of
+from mooncake_py.errors import (
+    LeaseExpired,
+    MooncakeError,
+    ObjectNotFound,
+    UsageError,
+    error_of,
+)
 from mooncake_py.master.client import MasterClient
 from mooncake_py.model import EXTENT_HEADER_BYTES
 from mooncake_py.store.buffers import pointer_to
+from mooncake_py.store.get import BatchReader
+from mooncake_py.store.outcomes import get_error
 from mooncake_py.store.placement_cache import ROW_BYTES
 from mooncake_py.store.segments import Reach, SegmentDirectory
+from mooncake_py.store.stripes import is_striped
 from mooncake_py.transfer import Peer
 from mooncake_py.wire.node import HOLD_KIND, HoldReply, HoldRequest
 from mooncake_py.wire.rows import EXTENT
@@ -134,6 +143,28 @@ class ViewTaker:
         self._renew_ms = RENEW_MS
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def find(
+        self, key: str, name: bytes, reader: BatchReader, deadline: Deadline
+    ) -> ObjectView | None:
+        """A view of the object, wherever it is by now; None: it can be mapped nowhere. Raises what
+        `StoreClient.get_view` does."""
+        rows = reader.recall(name)
+        for last in (False, True):
+            if rows is None:
+                (rows,) = reader.locate([name], deadline)
+            if not rows:
+                raise get_error(ObjectNotFound.code, key, 0, self._tenant)
+            if is_striped(rows):
+                return None  # not in one piece anywhere
+            try:
+                return self.take(key, name, rows, deadline)
+            except LeaseExpired:
+                reader.cache.forget([name])
+                rows = None
+                if last:
+                    raise get_error(LeaseExpired.code, key, 0, self._tenant) from None
+        return None
 
     def take(self, key: str, name: bytes, rows: bytes, deadline: Deadline) -> ObjectView | None:
         """A view of the first replica that can be mapped; None when none can. LeaseExpired: the

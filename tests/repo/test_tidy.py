@@ -119,7 +119,7 @@ def test_sizes_are_a_ratchet() -> None:
     assert sizes() == LARGER, "adjust LARGER down when something shrank; argue when it grew"
 
 
-METHODS_MAX = {"StoreClient": 14, "TransferEngine": 9}
+METHODS_MAX = {"StoreClient": 15, "TransferEngine": 9}
 
 
 def test_public_methods_stay_few() -> None:
