@@ -63,10 +63,10 @@ class EngineOptions:
     than half of it, peers must wait. Each may have a window (a 64th of it, from 64 KiB to 1 MiB)
     and one message on its way all the same. Data and replies never wait for that.
 
-    `silence_max_ms`: a TCP peer whose host or network is gone, and one that takes nothing of what it
-    is sent, is lost after so long (to a second), idle or not; one that is idle and alive stays. Where
-    this host has several addresses in a peer's network, the peer is called from the one that `listen`
-    names, or else from that of the best network card.
+    `silence_max_ms`: a TCP peer whose host or network is gone, and one that takes nothing of what
+    it is sent, is lost after so long (to a second), idle or not; one that is idle and alive stays.
+    Where this host has several addresses in a peer's network, the peer is called from the one that
+    `listen` names, or else from that of the best network card.
     """
 
     listen: str = ""
