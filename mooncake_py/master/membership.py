@@ -187,12 +187,16 @@ class Membership:
         """Is there a node that might unseal what is on it?"""
         return segment.state != GONE and not (segment.disk is not None and segment.state == AWAY)
 
-    def owe(self, places: Sequence[int], away: bool) -> bool:
-        """Is one of these places on a segment whose node has yet to tell (recovery.py), be it away
+    def owe(self, put: Put, away: bool) -> bool:
+        """Has a node yet to tell (recovery.py) whether it holds what was granted there, be it away
         or not?"""
         over = (GONE,) if away else (GONE, AWAY)
-        segments = [self.at(place >> PLACE_BITS) for place in places]
-        return any(not each.recorded and each.state not in over for each in segments)
+        return any(
+            not (segment := self.at(place >> PLACE_BITS)).recorded and segment.state not in over
+            for index, key in enumerate(put.keys)
+            if put.tenant.writing.get(key) == (put, index)
+            for place in put.places[index]
+        )
 
     def in_memory(self, places: Sequence[int]) -> int:
         """How many of these places are not on a disk."""

@@ -135,9 +135,7 @@ class CatalogState:
         """Was this granted by a master that ended, and has a node yet to tell whether it holds it?
         Its writer may have been told that it is stored, so its expiry ends nothing before. Not
         `waits`: for somebody who would write the key, nodes that are away are not waited for."""
-        return self.unrecorded.may_be_stored(put.first) and any(
-            self.members.owe(places, waits) for places in put.places
-        )
+        return self.unrecorded.may_be_stored(put.first) and self.members.owe(put, waits)
 
     def end_grant(self, work: Work, grant: Grant, event: Event, now_ms: int) -> None:
         """The attempt ends without an object."""

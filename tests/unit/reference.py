@@ -161,11 +161,7 @@ class Reference:
             for key, kept in self.objects.items()
             if not self._ended(kept) and not policy.get("upsert")
         }
-        before |= {
-            key: begun.generation
-            for key, begun in self.grants.items()
-            if self.runs(begun)
-        }
+        before |= {key: begun.generation for key, begun in self.grants.items() if self.runs(begun)}
         self.learn(applied, evicting=True)
         dropped = {
             generation
