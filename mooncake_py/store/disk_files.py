@@ -6,9 +6,11 @@
     objects/XX/HEX.part  being written
 
 Rules.
-* A file appears complete or not at all: temporary name, flush, rename. Then its row is written, a
-  batch of rows in one transaction. A kill at any point leaves temporary files and files without a
-  row, which `open` removes, and rows without a file are impossible but after damage; they go, too.
+* A file appears complete or not at all: temporary name, flush, rename. Then its folder is flushed,
+  which makes the name last a power failure, and its row is written; a batch has each of its folders
+  flushed once and its rows in one transaction. A kill at any point leaves temporary files and files
+  without a row, which `open` removes, and rows without a file are impossible but after damage; they
+  go, too.
 * What is read is compared with the crc32c of the put. Bytes that differ are never handed out.
 * Space is counted in what each object takes of the disk, rounded up to 4 KiB, when it is staged.
   The limit is the configured one; what the file system has left is a second one.
@@ -94,6 +96,8 @@ class DiskFiles:
     def _claim(self) -> None:
         for number in range(_FOLDERS):
             (self.path / "objects" / f"{number:02x}").mkdir(parents=True, exist_ok=True)
+        _flush_folder(f"{self.path}/objects")
+        _flush_folder(str(self.path))
         self._lock_fd = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,9 +244,13 @@ class DiskFiles:
         """Second step: from now on the objects are here. Raises OutOfSpace, DiskFailed; then none
         of them is, and their bytes are gone."""
         try:
+            for folder in {self._folder_of(o.generation) for o, _ in batch if not o.small}:
+                _flush_folder(folder)
             self._index.add(batch)
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             self.abandon([found for found, _ in batch])
+            if isinstance(error, OSError):
+                raise _translated(error) from error
             raise _translated_sqlite(error) from error
         with self._lock:
             for found, _ in batch:
@@ -349,8 +357,11 @@ class DiskFiles:
         finally:
             os.close(fd)
 
+    def _folder_of(self, generation: int) -> str:
+        return f"{self.path}/objects/{generation & 255:02x}"
+
     def _path_of(self, generation: int) -> str:
-        return f"{self.path}/objects/{generation & 255:02x}/{generation:016x}"
+        return f"{self._folder_of(generation)}/{generation:016x}"
 
     def close(self) -> None:
         """Twice is fine. No other call may run."""
@@ -364,6 +375,15 @@ class DiskFiles:
 
 def _is_small(length: int) -> bool:
     return DiskObject(0, "", b"", length, 0).small
+
+
+def _flush_folder(path: str) -> None:
+    """What was renamed there keeps its name through a power failure."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _generation_of(name: str) -> int:

@@ -224,6 +224,41 @@ def test_a81_a_batch_whose_rows_cannot_be_written_leaves_no_files(
     assert on_disk(files.path) == []
 
 
+def test_a77_a_name_is_flushed_before_its_row_is_written(
+    files: DiskFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a power failure could leave the row of an acknowledged copy without its file."""
+    done: list[str] = []
+    fsync, rename, add = os.fsync, os.rename, files._index.add
+
+    def flush(fd: int) -> None:
+        done.append("flush " + Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    monkeypatch.setattr(disk_files.os, "fsync", flush)
+    monkeypatch.setattr(disk_files.os, "rename", lambda a, b: [done.append("name"), rename(a, b)])
+    monkeypatch.setattr(files._index, "add", lambda batch: [done.append("row"), add(batch)])
+    store(files, 0x1AB, LARGE)
+    assert done == ["name", "flush ab", "row"]
+    done.clear()
+    store(files, 0x1AC, 100)
+    assert done == ["row"]
+
+
+def test_a81_a_folder_that_cannot_be_flushed_leaves_no_files(
+    files: DiskFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(disk_files.os, "fsync", broken)
+    with pytest.raises(DiskFailed):
+        store(files, 2, LARGE)
+    assert files.used_bytes == 0
+    assert on_disk(files.path) == []
+    assert files.find(2) is None
+
+
 def test_f41_two_nodes_do_not_share_a_folder(files: DiskFiles) -> None:
     with pytest.raises(UsageError, match=f"in use by another node \\(process {os.getpid()}"):
         DiskFiles(str(files.path), MIB)
