@@ -42,6 +42,7 @@ class Faults:
         self.doubts: list[tuple[int, int]] = []
         self.pauses: dict[str, list[tuple[int, int]]] = {}
         self.leader_kills: list[int] = []  # ns
+        self.wipes: list[int] = []  # ns
         self._untold: dict[str, int] = {}  # node -> since when a master may not know what it holds
         self._down_at = self._look_at = 0
         self.done: dict[str, int] = {}  # kind and group -> count
@@ -93,6 +94,7 @@ class Faults:
         self.world.kill(names[0])
         for file in folder.glob("master.db*"):
             file.unlink()
+        self.wipes.append(now)
         self._master_ended(now)
         return lambda: self.world.start(names[0])
 

@@ -28,6 +28,11 @@ be reached at the time. Known replicas need an excuse each; unknown ones need as
 as the value had replicas. Where evictions were counted, `evicted` excuses everything. While a
 leader is cut off from etcd, it may not know what another has stored within the last moments
 (`Allowed.young`).
+
+A database that was deleted (`wipes`) may bring back what had been replaced or removed on a node
+that was away all the time until then: both witnesses of its end are gone (design/recovery.md). Away
+is who cannot be reached, or has no master that could tell it. What readers had a lease of is not
+told before the lease ends (`Allowed.leased`).
 """
 
 from __future__ import annotations
@@ -92,6 +97,7 @@ class Allowed:
     stale: int = 7 * SECOND  # a lease, and the second in which a former leader may still answer
     young: int = 2_500_000_000  # a value that a former leader need not know
     slack_ms: int = 1_500  # of a call beyond its deadline, on a machine with more work than cores
+    leased: int = 3 * SECOND  # until a node is told of the end of what was being read
     evicted: bool = False  # objects were evicted in this run
 
 
@@ -113,6 +119,7 @@ class History:
     pauses: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # of clients
     allowed: Allowed = field(default_factory=Allowed)
     doubts: Sequence[tuple[int, int]] = ()  # when two may have taken themselves for the leader
+    wipes: Sequence[int] = ()  # when the master's database was deleted
 
     def violations(self) -> list[Violation]:
         by_key: dict[str, list[Operation]] = defaultdict(list)
@@ -150,6 +157,7 @@ class _Register:
         self._excuses = history.excuses
         self._allowed = history.allowed
         self._doubts = history.doubts
+        self._wipes = history.wipes
         self._writes = [o for o in self._operations if o.may_have_written]
         self._puts = {o.value: o for o in self._writes if o.value}
         self._refused = {o.value for o in self._operations if o.outcome == "refused" and o.value}
@@ -183,7 +191,7 @@ class _Register:
         for write in self._superseders(read.value):
             own = write.client == read.client
             allowed = 0 if own else self._allowed.stale
-            if read.began > write.end + allowed:
+            if read.began > write.end + allowed and not self._untold(put, write, read):
                 late_ms = (read.began - write.end) // 1_000_000
                 yield self._violation(
                     "stale",
@@ -201,6 +209,23 @@ class _Register:
         ]
         return sorted(found, key=lambda o: o.end)
 
+    def _untold(self, put: Operation, write: Operation, seen: Operation) -> bool:
+        """Was a node that holds the value away from the write, which ended it, to the deletion of
+        the database?"""
+        nodes = put.nodes or {excuse.node for excuse in self._excuses}
+        return any(
+            self._away_all(node, write.end + self._allowed.leased, wipe)
+            for wipe in self._wipes
+            if write.end < wipe < seen.end
+            for node in nodes
+        )
+
+    def _away_all(self, node: str, start: int, end: int) -> bool:
+        for excuse in sorted(self._excuses, key=lambda e: e.began):
+            if excuse.node == node and not excuse.keys and excuse.began <= start:
+                start = max(start, excuse.ended)
+        return start >= end
+
     def _judge_presence(self, seen: Operation) -> Iterator[Violation]:
         for value, put in self._puts.items():
             if put.began > seen.end:
@@ -209,6 +234,8 @@ class _Register:
             own = bool(writes) and writes[0].client == seen.client
             allowed = 0 if own else self._allowed.stale
             if not writes or seen.began <= writes[0].end + allowed:
+                return
+            if self._untold(put, writes[0], seen):
                 return
         yield self._violation("ghost", seen, "it is said to exist and can hold no value")
 

@@ -92,6 +92,28 @@ def test_a_value_whose_put_failed_and_that_was_seen_does_not_come_back_after_a_r
     assert rules(lingering, get(1, 2, 2.5), removal, get(1, 9, 10)) == ["stale"]
 
 
+def test_a_deleted_database_brings_back_only_what_no_node_could_be_told_of() -> None:
+    """Replaced on n0, which was away from then on, until the database was deleted."""
+    history = [put(1, 0, 1), op("upsert", 2, 3, value=2, nodes=("n1",)), get(1, 40, 41)]
+    presence = [put(1, 0, 1), op("remove", 2, 3), op("exists", 40, 41, client="b")]
+    allowed = replace(ALLOWED, leased=2 * SECOND)
+
+    def judged(operations: list[Operation], *away: tuple[str, float, float]) -> list[str]:
+        excuses = [Excuse(n, int(a * SECOND), int(b * SECOND)) for n, a, b in away]
+        return rules(*operations, excuses=excuses, wipes=[30 * SECOND], allowed=allowed)
+
+    for operations, verdict in ((history, ["stale"]), (presence, ["ghost"])):
+        assert judged(operations, ("n0", 4, 35)) == []
+        assert judged(operations, ("n0", 4, 12), ("n0", 11, 35)) == []
+        a_second = (("n0", 4, 12), ("n0", 13, 35))  # is missing
+        assert judged(operations, *a_second) == verdict
+        assert judged(operations, ("n0", 4, 29)) == verdict
+        assert judged(operations, ("n0", 6, 35)) == verdict
+        assert judged(operations, ("n1", 4, 35)) == verdict, "does not hold it"
+        before = replace(operations[-1], began=10 * SECOND, ended=11 * SECOND)
+        assert judged([*operations[:-1], before], ("n0", 4, 35)) == verdict, "not deleted yet"
+
+
 def test_a_removed_key_does_not_exist() -> None:
     gone = [put(1, 0, 1), op("remove", 2, 3)]
     assert rules(*gone, op("exists", 9, 10, client="b")) == ["ghost"]
