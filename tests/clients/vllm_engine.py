@@ -73,6 +73,13 @@ def hashes(count: int, start: int = 0) -> list[bytes]:
     return [number.to_bytes(32, "big") for number in range(start, start + count)]
 
 
+def alone(rank: tuple[int, int] = (0, 1)) -> None:
+    """What a process group would say. rank: (this one, of how many)."""
+    worker.get_tensor_model_parallel_rank = lambda: rank[0]
+    worker.get_tensor_model_parallel_world_size = lambda: rank[1]
+    worker.get_pcp_group = worker.get_dcp_group = lambda: SimpleNamespace(world_size=1)
+
+
 class Worker:
     """rank: (this one, of how many). specs: one attention kind a group. Close it."""
 
@@ -94,9 +101,7 @@ class Worker:
         file.write_text(json.dumps(given))
         os.environ["MOONCAKE_CONFIG_PATH"] = str(file)
         os.environ["MOONCAKE_REQUESTER_LOCAL_HOSTNAME"] = "127.0.0.1"
-        worker.get_tensor_model_parallel_rank = lambda: rank[0]
-        worker.get_tensor_model_parallel_world_size = lambda: rank[1]
-        worker.get_pcp_group = worker.get_dcp_group = lambda: SimpleNamespace(world_size=1)
+        alone(rank)
         names = [[f"{group}.{i}" for i in range(LAYERS)] for group in range(len(specs))]
         groups = [KVCacheGroupSpec(*pair) for pair in zip(names, specs, strict=True)]
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
