@@ -217,6 +217,7 @@ def _config(connector: str, role: str, blocks: int, extra: dict[str, Any]) -> An
             kv_connector=connector, kv_role=role, kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         ),
+        compilation_config=_Said(static_forward_context={}),
         aux_output_config=_Said(enabled=False),
         ec_manager_config=_Said(get_encoder_cache_manager_obj=lambda: None),
         max_concurrent_batches=1,
