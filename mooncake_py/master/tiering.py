@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from itertools import islice
 
-import numpy as np
-
 from mooncake_py.errors import OK, LeaseExpired, ObjectNotFound, OutOfSpace, UsageError
+from mooncake_py.master.audits import audit, drop_strays, lives
 from mooncake_py.master.commands import Applied, Refused
 from mooncake_py.master.disk_commands import DiskTasks, DiskWork
-from mooncake_py.master.disks import Audit, Disk, Offload, Promotion, Ready, disk_units
+from mooncake_py.master.disks import Disk, Offload, Promotion, Ready, disk_units
 from mooncake_py.master.evicting import evict, still_ready
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, GONE, Segment
@@ -128,7 +127,8 @@ def make_room(state: CatalogState, work: Work, now_ms: int) -> bool:
                 break
             left -= 1
             flags = state.table.flags[slot]
-            if flags & COLD and (flags & HARD_PIN or state.leased_until(slot) > now_ms):
+            # Readers may know no other replica than this one, though it has one by now.
+            if (flags & COLD and flags & HARD_PIN) or state.leased_until(slot) > now_ms:
                 leased += 1
                 state.disks.used(slot, disk)
             elif flags & COLD:
@@ -170,15 +170,11 @@ def forget_work(state: CatalogState, segment: Segment, now_ms: int) -> None:
     disk.drops.clear()
 
 
-def _lives(state: CatalogState, slot: int, generation: int) -> bool:
-    return state.table.key[slot] is not None and state.table.generation[slot] == generation
-
-
 def _end_offload(state: CatalogState, disk: Disk, offload: Offload, cause: str) -> None:
     """Without a replica. The object is ready without one, if it is still set aside."""
     del disk.offloads[offload.generation]
     disk.pending_units -= offload.units
-    if _lives(state, offload.slot, offload.generation):
+    if lives(state, offload.slot, offload.generation):
         _ready(state, offload, cause)
 
 
@@ -205,10 +201,14 @@ def disk_work(state: CatalogState, command: DiskWork, now_ms: int) -> Applied:
         state.members.set_state(segment, ALIVE)
     disk.usable_units = command.usable_bytes // EXTENT_ALIGN_BYTES
     disk.numbers = command.numbers or disk.numbers
-    for task, code in command.done:
-        _report(state, work, segment, task, code, now_ms)
+    unknown = [
+        task
+        for task, code in command.done
+        if not _report(state, work, segment, task, code, now_ms) and code == OK
+    ]
+    drop_strays(state, segment, unknown)
     if command.auditing:
-        _audit(state, work, segment, command, now_ms)
+        audit(state, work, segment, command, now_ms)
     for tenant, key, generation in zip(command.tenants, command.keys, command.wanted, strict=True):
         _want(state, work, segment, (tenant, key, generation), now_ms)
     offload_ahead(state, now_ms)
@@ -217,32 +217,29 @@ def disk_work(state: CatalogState, command: DiskWork, now_ms: int) -> Applied:
 
 def _report(
     state: CatalogState, work: Work, segment: Segment, task: int, code: int, now_ms: int
-) -> None:
+) -> bool:
+    """False: it is not known (any more)."""
     disk = segment.disk
     assert disk is not None
     promotion = disk.promotions.get(task)
     if promotion is not None:
         _promoted(state, work, disk, promotion, code, now_ms)
-        return
+        return True
     offload = disk.offloads.get(task)
     if offload is None:
-        slot = disk.added.get(task)
-        known = slot is not None and _lives(state, slot, task) and state.table.flags[slot] & ON_DISK
-        if code == OK and not known:
-            disk.drops.append(task)
-        return
+        return False
     if code != OK:
         cause = _cause_of(code)
         if cause in ("disk_full", "disk_failed"):
             disk.pause(cause, now_ms)
         _end_offload(state, disk, offload, cause)
-        return
+        return True
     disk.recovered()
     slot, generation = offload.slot, offload.generation
-    if not _lives(state, slot, generation) or state.table.flags[slot] & ON_DISK:
+    if not lives(state, slot, generation) or state.table.flags[slot] & ON_DISK:
         _end_offload(state, disk, offload, "")
         disk.drops.append(generation)
-        return
+        return True
     del disk.offloads[generation]
     disk.pending_units -= offload.units
     start = segment.allocator.take(extent_units(state.table.length[slot]))
@@ -252,6 +249,7 @@ def _report(
     disk.note_added(generation, slot)
     state.counters["disk_offloads"] += 1
     _ready(state, offload, "")
+    return True
 
 
 def _cause_of(code: int) -> str:
@@ -317,7 +315,7 @@ def _promoted(
     state: CatalogState, work: Work, disk: Disk, promotion: Promotion, code: int, now_ms: int
 ) -> None:
     slot = promotion.slot
-    in_time = promotion.expires_ms > now_ms and _lives(state, slot, promotion.generation)
+    in_time = promotion.expires_ms > now_ms and lives(state, slot, promotion.generation)
     if code != OK or not in_time or not state.table.flags[slot] & COLD:
         end_promotion(state, disk, promotion, now_ms)
         return
@@ -336,56 +334,6 @@ def end_promotion(state: CatalogState, disk: Disk, promotion: Promotion, now_ms:
     until = promotion.expires_ms + state.settings.grant_margin_ms if promotion.handed else 0
     gone = state.members.at(promotion.place >> PLACE_BITS).state == GONE
     state.release(promotion.place, promotion.units, 0 if gone else until, now_ms)
-
-
-# --- what there is ------------------------------------------------------------------------------
-
-
-def _audit(
-    state: CatalogState, work: Work, segment: Segment, command: DiskWork, now_ms: int
-) -> None:
-    """Compare one page of the node's list with what is placed there."""
-    disk = segment.disk
-    assert disk is not None
-    if command.held_after == 0:
-        disk.audit = _begin_audit(state, segment)
-    audit = disk.audit
-    if audit is None:
-        return  # began before this master, or before a restart of the node
-    held = np.array(command.held, dtype=np.uint64)
-    first = int(np.searchsorted(audit.generations, np.uint64(command.held_after), "right"))
-    last = len(audit.generations)
-    if not command.held_last and len(held):
-        last = int(np.searchsorted(audit.generations, held[-1], "right"))
-    expected = audit.generations[first:last]
-    for generation in held[~np.isin(held, expected)].tolist():
-        _unexpected(state, disk, generation)
-    absent = ~np.isin(expected, held)
-    for generation, slot in zip(
-        expected[absent].tolist(), audit.slots[first:last][absent].tolist(), strict=True
-    ):
-        if _lives(state, slot, generation) and state.table.flags[slot] & ON_DISK:
-            state.counters["disk_objects_missing"] += 1
-            state.lose_replica(work, slot, segment.index, Event.NODE_LOST, now_ms)
-    if command.held_last:
-        disk.audit = None
-
-
-def _begin_audit(state: CatalogState, segment: Segment) -> Audit:
-    table = state.table
-    slots = np.array(table.slots_on(segment.index, 0, len(table.key)), dtype=np.int64)
-    generations = table.generation_column.many[slots] if len(slots) else np.zeros(0, np.uint64)
-    order = np.argsort(generations)
-    return Audit(generations[order].astype(np.uint64), slots[order])
-
-
-def _unexpected(state: CatalogState, disk: Disk, generation: int) -> None:
-    slot = disk.added.get(generation)
-    if slot is not None and _lives(state, slot, generation) and state.table.flags[slot] & ON_DISK:
-        return  # since the list began
-    if generation not in disk.offloads:
-        state.counters["disk_strays"] += 1
-        disk.drops.append(generation)
 
 
 # --- the answer ---------------------------------------------------------------------------------
@@ -421,7 +369,7 @@ def _hand_out(state: CatalogState, segment: Segment, now_ms: int) -> DiskTasks:
 def _source(state: CatalogState, node: str, offload: Offload) -> int:
     """A place of it in the memory of that node, if nobody has used it since; or -1."""
     table, slot = state.table, offload.slot
-    if not _lives(state, slot, offload.generation) or table.stamp[slot] != offload.stamp:
+    if not lives(state, slot, offload.generation) or table.stamp[slot] != offload.stamp:
         return -1
     for place in table.places(slot):
         segment = state.members.at(place >> PLACE_BITS)
@@ -447,7 +395,7 @@ def _hand_out_promotions(state: CatalogState, disk: Disk, now_ms: int) -> bytes:
     for promotion in list(disk.promotions.values()):
         if promotion.handed or len(rows) == PROMOTIONS_PER_CALL:
             continue
-        if not _lives(state, promotion.slot, promotion.generation):
+        if not lives(state, promotion.slot, promotion.generation):
             end_promotion(state, disk, promotion, now_ms)
             continue
         promotion.handed = True

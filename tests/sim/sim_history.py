@@ -52,7 +52,7 @@ class History:
         self.mates: dict[int, set[int]] = {}  # generation -> those of its group
         self.copy_of: dict[int, int] = {}  # generation of a copied replica -> of its object
         self.counts: dict[str, int] = {}
-        self.expiries: dict[int, int] = {}  # of grants, on the master's clock
+        self.expiries: dict[int, tuple[int, int]] = {}  # of grants: master's clock, its life
         self.accepted: set[int] = set()  # commits that were answered with OK
         self.parts: set[int] = set()  # further parts of objects, which have no events
         self.events_seen = 0
@@ -148,15 +148,18 @@ class History:
         elif isinstance(command, PutEnd) and isinstance(reply, Statuses):
             for generation, code in zip(command.generations, reply.status, strict=True):
                 if code == 0:
-                    in_time = generation in self.accepted or now_ms < self.expiries[generation]
-                    assert in_time, f"generation {generation} was committed after its expiry"
+                    # (What a master that has ended granted may have been stored in its time.)
+                    expires_ms, life = self.expiries[generation]
+                    in_time = life < self.lives or now_ms < expires_ms
+                    known = generation in self.accepted or in_time
+                    assert known, f"generation {generation} was committed after its expiry"
                     self.accepted.add(generation)
                     self.committed.add(generation)
 
     def _learn_groups(self, reply: Granted) -> None:
         for rows in reply.rows:
             for _, _, _, _, generation, expires_ms, _, name in EXTENT_ROW.iter_unpack(rows):
-                self.expiries[generation] = expires_ms
+                self.expiries[generation] = (expires_ms, self.lives)
                 if name:
                     self.groups.setdefault(name, set()).add(generation)
                     self.mates[generation] = self.groups[name]

@@ -169,8 +169,9 @@ class Simulation:
                 generation = table.replica_generation(slot, place)
                 segment = state.members.at(place >> 44)
                 if segment.segment_id in disks:
-                    file = disks[segment.segment_id].files[generation]
-                    assert file == (whole_key(table.key[slot] or b""), table.length[slot])
+                    file = disks[segment.segment_id].files.get(generation)
+                    named = (whole_key(table.key[slot] or b""), table.length[slot])
+                    assert file == named, f"{generation} is not on its disk"
                     continue
                 node = by_segment[segment.segment_id]
                 header = node.headers.get((place & ((1 << 44) - 1)) * 64)

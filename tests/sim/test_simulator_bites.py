@@ -165,5 +165,5 @@ def test_offloads_that_are_counted_twice(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_disk_work_that_is_believed_for_whoever_is_in_the_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiering, "_lives", lambda state, slot, generation: True)
+    monkeypatch.setattr(tiering, "lives", lambda state, slot, generation: True)
     assert_found_out("")

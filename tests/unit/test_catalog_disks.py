@@ -237,6 +237,47 @@ def test_a78_after_a_restart_of_both_the_disk_is_as_before(tier: Tier) -> None:
     assert [tier.where(key) for key in cold] == [["disk"]] * len(cold)
 
 
+def test_a82_a_report_that_is_repeated_to_the_next_master_deletes_nothing(tier: Tier) -> None:
+    """Its answer was lost with the master that had recorded it."""
+    tier.fill(100)
+    cold = [key for key in tier.keys(0, 100) if tier.where(key) == ["disk"]]
+    tenant = tier.catalog.state.tenants.find("t")
+    assert tenant is not None
+    reported = [tier.catalog.state.table.generation[tenant.complete[key]] for key in cold]
+    tier.catalog = Catalog(SETTINGS)
+    tier.catalog.restore(None, tier.log, tier.now_ms)
+    tier.catalog.begin_term(2)
+    tier.pass_time(1_100, alive=False)
+    tier.mount("n", MEMORY, incarnation=2)
+    tier.join(2)
+    never_placed = 12345
+    tier.node.done = [(each, OK) for each in (*reported[:5], never_placed)]
+    tier.node.has.add(never_placed)
+    tier.work()
+    assert never_placed not in tier.node.has
+    assert set(reported) <= tier.node.has
+    tier.work(auditing=True)
+    assert tier.exists(cold) == [1] * len(cold)
+
+
+def test_f41_readers_with_a_lease_keep_a_disk_replica_whatever_else_there_is(tier: Tier) -> None:
+    tier.fill(100)
+    (row,) = place_rows(tier.locate([b"k0"]))  # leases it, and knows this replica only
+    generation = row[4]
+    tasks = tier.apply(tier.node.ask([("t", b"k0", generation)])).reply
+    assert isinstance(tasks, DiskTasks)
+    tier.node.carry_out(tasks)
+    tier.work(rounds=1)
+    assert sorted(tier.where(b"k0")) == ["disk", "memory"]
+    tier.apply(replace(tier.node.ask(), usable_bytes=0))
+    tier.pass_time(300)
+    assert generation in {
+        tier.catalog.state.table.generation[slot]
+        for each in tier.catalog.state.members.disks
+        for slot in tier.catalog.state.table.slots_on(each, 0, 1 << 14)
+    }
+
+
 def test_a82_what_the_disk_lost_is_delisted_and_what_it_has_too_much_is_deleted(
     tier: Tier,
 ) -> None:
