@@ -52,6 +52,7 @@ class AsyncStoreClient:
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="mooncake-async")
         self._waiting: dict[object, tuple[_Runner, list[_Call]]] = {}
         self._batches: set[asyncio.Future[None]] = set()
+        self._closed = False
 
     @classmethod
     async def open(
@@ -196,7 +197,8 @@ class AsyncStoreClient:
             await asyncio.wait(list(self._batches))
 
     async def close(self) -> None:
-        """Wait for the batches that were begun, then close the client."""
+        """Refuse new calls, wait for the batches that were begun, then close the client."""
+        self._closed = True
         await self.drained()
         await asyncio.get_running_loop().run_in_executor(None, self._store.close)
         self._workers.shutdown(wait=False)
@@ -216,6 +218,7 @@ class AsyncStoreClient:
 
     async def _run(self, call: Callable[[], _T]) -> _T:
         """One call of its own, in a worker; cancelling the caller does not interrupt it."""
+        self._check_open()
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._workers, call)
         self._remember(work)
@@ -223,6 +226,7 @@ class AsyncStoreClient:
 
     async def _join(self, kind: object, runner: _Runner, key: str, extra: Any) -> Any:
         """Wait for this key's outcome in the next batch of its kind."""
+        self._check_open()
         if not isinstance(key, str):  # here, so that it cannot fail the calls of others
             raise UsageError(f"a key is a str, not {type(key).__name__}", key=key)
         loop = asyncio.get_running_loop()
@@ -235,6 +239,10 @@ class AsyncStoreClient:
         if len(calls) >= BATCH_MAX_CALLS:
             self._flush(kind)
         return await outcome
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the client is closed", remedy="open a new AsyncStoreClient")
 
     def _flush_all(self) -> None:
         for kind in list(self._waiting):

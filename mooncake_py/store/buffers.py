@@ -126,9 +126,11 @@ def _buffer_span(value: Any, *, writable: bool) -> Span:
     except (TypeError, ValueError, BufferError) as error:
         kind = "writable" if writable else "readable"
         bytes_like = "a bytearray, a writable memoryview" if writable else "bytes, a memoryview"
+        remedy = f"pass {bytes_like}, a contiguous numpy array or a CPU tensor"
+        if isinstance(value, str):
+            remedy = "text has no bytes of its own: pass value.encode()"
         raise UsageError(
-            f"a {type(value).__name__} is no {kind} contiguous buffer ({error})",
-            remedy=f"pass {bytes_like}, a contiguous numpy array or a CPU tensor",
+            f"this {type(value).__name__} is no {kind} contiguous buffer ({error})", remedy=remedy
         ) from None
     nbytes = len(pointer)
     if nbytes == 0:

@@ -12,7 +12,7 @@ set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 cxx=${CXX:-g++}
 seconds=${TEST_SECONDS:-60}
-common="-std=c++20 -g -pthread -Wall -Wextra -Wshadow -Werror"
+common="-std=c++20 -g1 -pthread -Wall -Wextra -Wshadow -Werror"
 common="$common -I$root/native -I$root/native/include -I$root/native/src"
 
 flags_of() {

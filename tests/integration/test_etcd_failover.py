@@ -26,7 +26,7 @@ from mooncake_py.model import ReplicaPolicy
 from mooncake_py.wire import answers, lane
 from mooncake_py.wire.etcd import pb
 
-pytestmark = needs_etcd
+pytestmark = [needs_etcd, pytest.mark.alone]
 
 KILLS = int(os.environ.get("MOONCAKE_FAILOVER_KILLS", "3"))
 OUTAGE_MS = 1000 * int(os.environ.get("MOONCAKE_OUTAGE_SECONDS", "6"))

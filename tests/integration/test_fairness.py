@@ -15,6 +15,7 @@ from mooncake_py.master.commands import Heartbeat, Mount
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 from mooncake_py.transfer import TransferEngine
 
+pytestmark = pytest.mark.alone
 KEYS = 10_000
 CALLERS = 40
 T = 60_000

@@ -148,7 +148,10 @@ def test_f52_a_thousand_concurrent_gets_on_one_thread(counted: Cluster) -> None:
                 store.put("bad", object()), store.put("good", b"g"), return_exceptions=True,
             )  # fmt: skip
             kinds = [type(outcome) for outcome in outcomes]
-            assert kinds == [ObjectNotFound, ObjectExists, bytes, UsageError, type(None)]
+            assert kinds == [ObjectNotFound, ObjectExists, bytes, UsageError, int]
+        for call in (store.get(keys[0]), store.get_batch(keys[:1])):
+            with pytest.raises(UsageError, match="the client is closed"):
+                await call
 
     asyncio.run(work())
 

@@ -21,7 +21,7 @@ from mooncake_py.store.arguments import (
     key_names,
     text_bytes,
 )
-from mooncake_py.store.buffers import target_pieces
+from mooncake_py.store.buffers import source_pieces, target_pieces
 from mooncake_py.store.client import StoreClient
 from mooncake_py.store.session import ReadSession
 from mooncake_py.store.views import ObjectView
@@ -120,6 +120,11 @@ def test_c07_an_unknown_transport_is_answered_with_those_there_are() -> None:
 def test_c07_a_target_that_is_read_only_is_answered_with_what_is_not() -> None:
     with pytest.raises(UsageError, match="Remedy: pass a bytearray"):
         target_pieces([b"read-only"])
+
+
+def test_c07_a_text_is_answered_with_how_it_becomes_bytes() -> None:
+    with pytest.raises(UsageError, match=r"this str is no readable .*Remedy: .*value\.encode\(\)"):
+        source_pieces(["text"])
 
 
 def test_c07_addresses_and_names_are_texts() -> None:
