@@ -5,6 +5,7 @@ the allocator gets a segment, hit rates of policies.
     python -m benchmarks.catalog --what allocator    one of verbs, eviction, allocator, policies
     python -m benchmarks.catalog --trace FILE        policies on a request trace, beside LRU without
                                                      overhead and a cache that knows the future
+                                                     (MOONCAKE_TRACES: a folder of such files)
 
 No network, no processes: what is measured is `Catalog.apply`. Times are p50 in microseconds a key;
 keys are drawn at random, so that large catalogs pay for their cache misses.
@@ -13,6 +14,7 @@ keys are drawn at random, so that large catalogs pay for their cache misses.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -253,11 +255,21 @@ def replay(policy: str, prompts: Sequence[Sequence[int]], capacity_pages: int) -
 
 
 def policies(console: Console, path: Path | None, limit: int | None) -> None:
-    requests = read_trace(path, limit) if path else generate_trace(limit or 2_000)
-    prompts = [request.hash_ids for request in requests]
+    """Of that trace; without one, of the published ones in the folder that MOONCAKE_TRACES names;
+    without those, of one that is made up."""
+    folder = os.environ.get("MOONCAKE_TRACES")
+    paths = [path] if path else sorted(Path(folder).glob("*.jsonl")) if folder else []
+    for each in paths:
+        _compare(console, each.stem, [request.hash_ids for request in read_trace(each, limit)])
+    if not paths:
+        made_up = generate_trace(limit or 2_000)
+        _compare(console, "made up", [request.hash_ids for request in made_up])
+
+
+def _compare(console: Console, load: str, prompts: Sequence[Sequence[int]]) -> None:
     pages = count_pages(prompts)
     distinct = len({page for prompt in prompts for page in prompt})
-    table = Table(title=f"hit rate of {pages:,} pages, {distinct:,} different ones")
+    table = Table(title=f"{load}: hit rate of {pages:,} pages, {distinct:,} different ones")
     contenders: dict[str, Callable[[int], int]] = {
         "lru": lambda capacity: replay("lru", prompts, capacity),
         "s3fifo": lambda capacity: replay("s3fifo", prompts, capacity),
