@@ -11,7 +11,7 @@ Thread-safe. Outcomes of single keys are in the answers' status arrays and never
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from mooncake_py.clock import Deadline
@@ -203,27 +203,33 @@ class MasterClient(MasterLink):
         leased and pinned ones, too. PeerUnreachable: they are gone from the catalog, but a node
         could not be told, and readers' leases outlast the deadline."""
         deadline = Deadline(timeout_ms, self._clock)
-        replies = []
-        for start, stop in self._parts(keys, deadline):
-            request = answers.remove_request(tenant, keys[start:stop], force)
-            replies.append(self._remove(request, deadline))
-        return answers.removed(replies)
+        requests = [
+            answers.remove_request(tenant, keys[start:stop], force)
+            for start, stop in self._parts(keys, deadline)
+        ]
+        # All of them before any is waited for: a node that is silent holds up its own keys only.
+        tried = [self._try_remove(request, deadline) for request in requests]
+        return answers.removed(
+            [self._removed(*each, deadline) for each in zip(requests, tried, strict=True)]
+        )
 
-    def _remove(self, request: Any, deadline: Deadline) -> Any:
+    def _try_remove(self, request: Any, deadline: Deadline) -> Any:
+        """The reply, or PeerUnreachable (not raised): it is done, but not all nodes are told."""
+        try:
+            return self._call(lane.REMOVE, request, deadline)
+        except PeerUnreachable as error:
+            return error
+
+    def _removed(self, request: Any, tried: Any, deadline: Deadline) -> Any:
         """While a node cannot be told, the master answers now and then: ask until it is told or
         nobody has a lease any more."""
-        known: PeerUnreachable | None = None
-        while True:
-            try:
-                return self._call(lane.REMOVE, request, deadline)
-            except PeerUnreachable as error:
-                known = error
-            except MasterUnavailable:
-                if known is None:
-                    raise
+        while isinstance(tried, PeerUnreachable):
             if deadline.left_ms() <= _REMOVE_AGAIN_MS:
-                raise known
+                raise tried
             self._pause.wait(_REMOVE_AGAIN_MS / 1000)
+            with suppress(MasterUnavailable):  # what is known is more than that
+                tried = self._try_remove(request, deadline)
+        return tried
 
     def remove_all(
         self,
@@ -243,7 +249,8 @@ class MasterClient(MasterLink):
         cursor = b""
         while not replies or cursor:
             request = answers.remove_all_request(removal, cursor)
-            replies.append(self._remove(request, deadline))
+            tried = self._try_remove(request, deadline)
+            replies.append(self._removed(request, tried, deadline))
             cursor = replies[-1].cursor
         return answers.removed(replies)
 
