@@ -112,6 +112,7 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
                 if each.used_ms + _LISTING_MS > now_ms
             }
     work.unseal_all(state.lingering.due(now_ms))
+    work.records += state.lingering.shorten(state.settings.lease_ms, now_ms)
     if state.unrecorded.open:
         recovery.refresh(state, now_ms)
     if state.doubts:
@@ -286,7 +287,7 @@ class Catalog:
         `foreign_until_ms` segments of a cluster whose records are lost are taken over.
         `durable_puts`: a put is acknowledged once it is recorded. Answers records that must be
         durable before any other of this term."""
-        return [recovery.begin_term(self.state, term, now_ms, foreign_until_ms, durable_puts)]
+        return recovery.begin_term(self.state, term, now_ms, foreign_until_ms, durable_puts)
 
     def raise_term(self, term: int) -> list[bytes]:
         """Go on in a greater term that is durable by now, since a mount wanted it

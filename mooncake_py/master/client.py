@@ -54,6 +54,10 @@ __all__ = [
 
 
 _REMOVE_AGAIN_MS = 50  # from a removal that was not answered for to the next try
+_REPLY_MS = 20  # that a reply may take
+_STILL_READ = (
+    "remove it again with a timeout_ms above that time, which waits for it; or let the node answer"
+)
 
 
 @contextmanager
@@ -208,17 +212,23 @@ class MasterClient(MasterLink):
             for start, stop in self._parts(keys, deadline)
         ]
         # All of them before any is waited for: a node that is silent holds up its own keys only.
-        tried = [self._try_remove(request, deadline) for request in requests]
+        tried = [
+            self._try_remove(request, deadline, left)
+            for left, request in zip(range(len(requests), 0, -1), requests, strict=True)
+        ]
         return answers.removed(
             [self._removed(*each, deadline) for each in zip(requests, tried, strict=True)]
         )
 
-    def _try_remove(self, request: Any, deadline: Deadline) -> Any:
-        """The reply, or PeerUnreachable (not raised): it is done, but not all nodes are told."""
+    def _try_remove(self, request: Any, deadline: Deadline, share: int = 1) -> Any:
+        """The reply, or PeerUnreachable (not raised): it is done, but not all nodes are told.
+        share: so many share the time that is left."""
+        left_ms = deadline.left_ms() // share
+        request.patience_ms = max(1, left_ms - max(_REPLY_MS, left_ms // 10))
         try:
             return self._call(lane.REMOVE, request, deadline)
         except PeerUnreachable as error:
-            return error
+            return PeerUnreachable(error.cause, remedy=_STILL_READ)
 
     def _removed(self, request: Any, tried: Any, deadline: Deadline) -> Any:
         """While a node cannot be told, the master answers now and then: ask until it is told or

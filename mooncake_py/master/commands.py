@@ -88,6 +88,7 @@ class Remove:
     prefix: bytes = b""
     pattern: bytes = b""  # with all: only keys in which this is found (pattern.py)
     cursor: bytes = b""  # with all: of the answer before, to go on
+    patience_ms: int = 0  # for the answer, which waits for others than the catalog; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,10 @@ of the key comes first: their readers may go on. Evictions leave nothing, since 
 not evicted.
 
 Of leases that a former master gave nothing is known but how long they may last: until then
-removed objects of its time count as leased.
+removed objects of its time count as leased. So that this is not the longest that anybody may ask
+for, the log says how long the longest one is that may run (`LEASES`): before one that is longer is
+given, and again when such ones have ended. A log that does not say so (an older one, or one with
+damage) may have had any; so may a cluster whose log is lost and whose segments are adopted.
 
 Bounded by the leases: an entry stays for `lease_max_ms` at most. Not in the records: a master that
 begins compares what nodes hold with what it knows (recovery.py), but a key that had ended before
@@ -29,6 +32,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+from mooncake_py.master import records
 from mooncake_py.master.lease import LEASE_MARGIN_MS
 from mooncake_py.master.lifecycle import Transition, Unseal
 from mooncake_py.master.membership import Membership
@@ -113,14 +117,44 @@ class Lingering:
         self._of_name: defaultdict[Name, list[_Entry]] = defaultdict(list)
         self._of_extent: dict[tuple[int, int], _Entry] = {}  # (segment id, generation)
         self._former = (0, 0)  # generations below this, leases until then
+        self.longest_ms: int | None = None  # lease that may run, as the log says; None: it does not
+        self._shorter_at_ms = 0  # when those that are longer than usual will have ended
 
     def __len__(self) -> int:
         """How many extents."""
         return len(self._of_extent)
 
-    def begin(self, generation: int, until_ms: int) -> None:
-        """A former master may have given leases of objects below this generation."""
-        self._former = (generation, until_ms)
+    def begin(
+        self, generation: int, now_ms: int, lengths: tuple[int, int], grace_ms: int, new: bool
+    ) -> list[bytes]:
+        """A former master may have given leases of objects below this generation, of up to
+        `lengths` (usual, longest) and for `grace_ms` from now on. `new`: there is no log. Records.
+        """
+        usual_ms, most_ms = lengths
+        longest_ms = most_ms if self.longest_ms is None else max(self.longest_ms, usual_ms)
+        self._former = (generation, now_ms + grace_ms + longest_ms)
+        self._shorter_at_ms = self._former[1]
+        return self._record(usual_ms if new else longest_ms)
+
+    def lengthen(self, length_ms: int, now_ms: int) -> list[bytes]:
+        """Leases of this length may run from now on; the record, which is to be durable before
+        anybody has one, if they are longer than others."""
+        if self.longest_ms is None:  # nobody records anything here
+            return []
+        self._shorter_at_ms = max(self._shorter_at_ms, now_ms + length_ms)
+        return self._record(max(length_ms, self.longest_ms))
+
+    def shorten(self, usual_ms: int, now_ms: int) -> list[bytes]:
+        """Those that were longer than usual may have ended."""
+        if (self.longest_ms or 0) <= usual_ms or now_ms < self._shorter_at_ms:
+            return []
+        return self._record(usual_ms)
+
+    def _record(self, longest_ms: int) -> list[bytes]:
+        if longest_ms == self.longest_ms:
+            return []
+        self.longest_ms = longest_ms
+        return [records.encode(records.Leases(longest_ms))]
 
     def former_lease(self, generation: int) -> int:
         below, until_ms = self._former

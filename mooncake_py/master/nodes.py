@@ -54,7 +54,7 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     if command.disk_id:
         segment = members.find_disk(command)
     else:
-        segment = recovery.former_segment(state, command, now_ms)
+        segment = recovery.former_segment(state, work, command, now_ms)
         _lose_former(state, work, command, now_ms)
         segment = segment or members.find_mounted(command)
     if segment is None:

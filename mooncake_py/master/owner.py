@@ -40,7 +40,7 @@ from mooncake_py.errors import Backpressure, MooncakeError, PeerUnreachable
 from mooncake_py.master.inbox import DOORS, LANE, Call, Inbox, Limits
 from mooncake_py.master.service import Answer, Service
 from mooncake_py.master.snapshots import Slices
-from mooncake_py.master.unsealer import Both, Unsealer
+from mooncake_py.master.unsealer import Both, Order, Unsealer
 from mooncake_py.master.writer import Base, Writer
 from mooncake_py.metrics import Metrics
 from mooncake_py.wire.lane import (
@@ -301,17 +301,22 @@ class Owner:
             return call
         both, clock = Both(call.reply), self._clock
 
-        def ended(until_ms: int) -> None:
+        def ended(until_ms: int, left: Sequence[Order]) -> None:
             left_ms = until_ms - clock.now_ms()
-            both.told(self._not_told(call.method, left_ms) if until_ms else b"")
+            both.told(self._not_told(call.method, left_ms, left) if until_ms else b"")
 
-        give_up_ms = min(clock.now_ms() + UNREAD_MS, call.expires_ms - ANSWER_MS)
+        patience_ms = min(UNREAD_MS, answer.patience_ms or UNREAD_MS)
+        give_up_ms = min(clock.now_ms() + patience_ms, call.expires_ms - ANSWER_MS)
         self._unsealer.push(answer.orders, ended, give_up_ms)
         return Call(call.method, call.payload, both.durable, call.expires_ms, call.door)
 
-    def _not_told(self, method: Method, left_ms: int) -> bytes:
+    def _not_told(self, method: Method, left_ms: int, left: Sequence[Order]) -> bytes:
+        there = sorted({f"{each.node} ({each.address})" for each in left if each.address})
+        if not all(each.address for each in left):
+            there.append("a node that is gone")
+        who = " and ".join(there)
         error = PeerUnreachable(
-            "what was to be removed is in the catalog no more, but a node could not be told of it "
+            f"what was to be removed is in the catalog no more, but {who} could not be told of it, "
             f"and whoever has a lease may read it for {max(0, left_ms)} ms from now on",
         )
         return self._service.refuse(method, error)

@@ -148,7 +148,10 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
         counters["locate_misses"] += len(status) - len(slots)
     ids = [state.members.at(index).segment_id for index in entries]
     parts = b"".join(found.parts)
-    return Applied(Located(bytes(status), ids, b"".join(rows), lease_ms, parts, objects))
+    answer = Located(bytes(status), ids, b"".join(rows), lease_ms, parts, objects)
+    if lease_ms > state.settings.lease_ms:  # a later master must know that there may be such ones
+        return Applied(answer, state.lingering.lengthen(lease_ms, now_ms), durable_first=True)
+    return Applied(answer)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ columns one after the other, so that packing 128 keys costs little more than pac
 | PINS | (generation, end of the soft pin, hard pin) rows | the pins of these objects from now on |
 | RECORDED | horizon, ranges, ranges | every generation below the horizon is in the log, except these, and except reservations (unrecorded.py) |
 | BURIED | below, sweep, tenant, keys | keys (or with sweep: prefix and pattern) whose older extents stay dead |
+| LEASES | length in ms | no lease that may run is longer (lingering.py) |
 
 A snapshot is a sequence of records, each with its length in front: the log in its shortest form.
 A reader skips what it does not know (newer kind) and what is damaged, and counts both.
@@ -48,6 +49,7 @@ COPIES = 11
 PINS = 12
 RECORDED = 20
 BURIED = 21
+LEASES = 22
 
 _HEAD = struct.Struct("<BBH")
 _CRC = struct.Struct("<I")
@@ -177,6 +179,11 @@ class Buried:
 
 
 @dataclass(frozen=True, slots=True)
+class Leases:
+    length_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaFields:
     """`policy`: index in tenant.POLICIES; None: the quota has ended."""
 
@@ -188,7 +195,7 @@ class QuotaFields:
 
 Record = (
     Marks | SegmentFields | Gone | GrantFields | Commits | Drops | Lost | Resting | QuotaFields
-    | Copies | Pins | Recorded | Buried
+    | Copies | Pins | Recorded | Buried | Leases
 )  # fmt: skip
 
 
@@ -233,8 +240,8 @@ def encode(record: Record) -> bytes:
             return _frame(BURIED, _buried_body(record))
         case Marks(generation, segment_id):
             return _frame(MARKS, _MARKS.pack(generation, segment_id))
-        case Gone(segment_id):
-            return _frame(GONE, _u64s([segment_id]))
+        case Gone(number) | Leases(number):
+            return _frame(GONE if isinstance(record, Gone) else LEASES, _u64s([number]))
         case SegmentFields():
             return _frame(SEGMENT, _segment_body(record))
 
@@ -455,6 +462,7 @@ _READERS: dict[int, Callable[[memoryview], Record]] = {
     QUOTA: _read_quota,
     RECORDED: _read_recorded,
     BURIED: _read_buried,
+    LEASES: lambda body: Leases(*struct.unpack_from("<Q", body)),
 }
 
 

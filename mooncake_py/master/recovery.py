@@ -49,8 +49,8 @@ _RANGES_MAX = 1_024  # of generations that a node is asked for
 
 def begin_term(
     state: CatalogState, term: int, now_ms: int, foreign_until_ms: int, durable_puts: bool
-) -> bytes:
-    """See `Catalog.begin_term`; the record of what this master may not know."""
+) -> list[bytes]:
+    """See `Catalog.begin_term`; the records of what this master may not know."""
     state.next_generation = max(state.next_generation, term << _GENERATION_BITS)
     state.generation_mark = max(state.generation_mark, (term + 1) << _GENERATION_BITS)
     state.events.begin(term << _GENERATION_BITS)
@@ -58,10 +58,17 @@ def begin_term(
     members = state.members
     members.next_segment_id = max(members.next_segment_id, term << _SEGMENT_BITS)
     state.unrecorded.foreign_until_ms = foreign_until_ms
-    state.lingering.begin(term << _GENERATION_BITS, now_ms + state.settings.lease_max_ms)
+    settings = state.settings
+    leases = state.lingering.begin(
+        term << _GENERATION_BITS,
+        now_ms,
+        (settings.lease_ms, settings.lease_max_ms),
+        2 * settings.suspect_ms if durable_puts else 0,
+        state.unrecorded.horizon == 1,
+    )
     record = state.unrecorded.begin(state.next_generation, durable_puts)
     refresh(state, now_ms)
-    return record
+    return [record, *leases]
 
 
 def term_wanted(state: CatalogState, command: Mount, now_ms: int) -> int:
@@ -114,7 +121,7 @@ def give_up(state: CatalogState, work: Work, now_ms: int) -> None:
 # --- mount ----------------------------------------------------------------------------------------
 
 
-def former_segment(state: CatalogState, command: Mount, now_ms: int) -> Segment | None:
+def former_segment(state: CatalogState, work: Work, command: Mount, now_ms: int) -> Segment | None:
     """The segment this node had in a life that this catalog or a lost one knew of, if it may come
     back with what is on it; else None."""
     if not command.segment_id or not command.recovers:
@@ -123,7 +130,7 @@ def former_segment(state: CatalogState, command: Mount, now_ms: int) -> Segment 
     if command.foreign:
         if known is not None or now_ms >= state.unrecorded.foreign_until_ms:
             return None
-        return _adopt_segment(state, command, now_ms)
+        return _adopt_segment(state, work, command, now_ms)
     if known is None or known.state == GONE or not command.warm:
         return None
     if command.nbytes < known.nbytes:
@@ -136,8 +143,10 @@ def former_segment(state: CatalogState, command: Mount, now_ms: int) -> Segment 
     return known
 
 
-def _adopt_segment(state: CatalogState, command: Mount, now_ms: int) -> Segment:
-    """One of a cluster whose records are lost. This term is above all it may hold."""
+def _adopt_segment(state: CatalogState, work: Work, command: Mount, now_ms: int) -> Segment:
+    """One of a cluster whose records are lost. This term is above all it may hold, and its readers
+    may have any lease."""
+    work.records += state.lingering.lengthen(state.settings.lease_max_ms, now_ms)
     segment = state.members.add(command, command.segment_id, now_ms)
     segment.recorded = segment.compared = False
     segment.owed = [(1, state.unrecorded.first_generation)]

@@ -89,6 +89,7 @@ class _Log:
         self.resting: list[tuple[int, int, int, int]] = []  # until, segment id, start, units
         self.unrecorded = Unrecorded()
         self.gaps = Gaps()
+        self.longest_lease_ms: int | None = None
 
     def apply(self, record: records.Record) -> None:
         match record:
@@ -123,6 +124,8 @@ class _Log:
                 self.gaps.learn(record)
             case records.Buried():
                 self.unrecorded.rebury(record)
+            case records.Leases(length_ms):
+                self.longest_lease_ms = length_ms
             case records.QuotaFields():
                 self.quotas[record.tenant] = record
             case records.Gone(segment_id):
@@ -213,12 +216,14 @@ def restore(
             record = records.decode(data)
         except DamagedRecord:
             report.damaged_records += 1
+            picture.longest_lease_ms = None  # it may have told of longer leases
             continue
         if record is None:
             report.unknown_records += 1
         else:
             picture.apply(record)
     _build(state, picture, report, now_ms)
+    state.lingering.longest_ms = None if corrupt else picture.longest_lease_ms
     return report
 
 

@@ -55,6 +55,7 @@ class Answer:
     term_wanted: int = 0  # refused until this term is durable and begun
     again: bool = False  # there is no reply yet: handle the same call once more, after others
     orders: Sequence[Order] = ()  # for nodes, to be carried out before the reply
+    patience_ms: int = 0  # that the caller has for this; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class Service:
                 applied.records,
                 applied.durable_first,
                 orders=self._orders(applied, now_ms) if applied.durable_first else (),
+                patience_ms=command.patience_ms if isinstance(command, c.Remove) else 0,
             )
         except MooncakeError as error:
             return self._refused(method, error)
@@ -321,7 +323,7 @@ class Service:
             if info is not None and (there or effect.read_until_ms + LEASE_MARGIN_MS > now_ms):
                 secret = self.grant_secret(effect.segment_id)
                 known = (info.address, effect.segment_id, secret, effect.rows)
-                orders.append(Order(*known, effect.read_until_ms))
+                orders.append(Order(*known, effect.read_until_ms, info.node))
         if applied.hold_until_ms + LEASE_MARGIN_MS > now_ms:
             orders.append(Order("", 0, b"", b"", applied.hold_until_ms))
         return orders

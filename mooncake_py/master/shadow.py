@@ -70,6 +70,7 @@ class Shadow:
                 record = records.decode(data)
             except DamagedRecord:
                 self.report.damaged_records += 1
+                self.state.lingering.longest_ms = None  # it may have told of longer leases
                 continue
             if record is None:
                 self.report.unknown_records += 1
@@ -157,14 +158,22 @@ class Shadow:
             case records.Pins(rows):
                 for generation, until_ms, hard in rows:
                     self._pin(generation, until_ms, bool(hard))
+            case records.Resting(rows):
+                self._rest(rows)
+            case _:
+                self._apply_words(record)
+
+    def _apply_words(self, record: records.Record) -> None:
+        """What is about no extent that is placed."""
+        match record:
             case records.Recorded():
                 self.state.unrecorded.learn(record)
             case records.Buried():
                 self.state.unrecorded.rebury(record)
+            case records.Leases(length_ms):
+                self.state.lingering.longest_ms = length_ms
             case records.QuotaFields():
                 apply_quota(self.state, record)
-            case records.Resting(rows):
-                self._rest(rows)
 
     def _add(self, fields: GrantFields) -> None:
         if fields.complete:

@@ -79,6 +79,8 @@ def _small_records(state: CatalogState, now_ms: int) -> Iterator[records.Record]
     members = state.members
     yield records.Marks(state.generation_mark, members.next_segment_id)
     yield records.Recorded(state.next_generation, state.unrecorded.voids, _reserved(state))
+    if state.lingering.longest_ms is not None:
+        yield records.Leases(state.lingering.longest_ms)
     yield from state.unrecorded.records_of_graves()
     for segment in members:
         if segment.state != "gone":

@@ -15,8 +15,10 @@ leases of that have ended. Both are at work at once, and a node is usually faste
   that is silent costs others `TELL_MS` once and then nothing for `DEAF_MS`: orders for it go to
   that thread at once. What can be told to nobody (the node is lost or away, there is no lane)
   waits for the lease.
-* Whoever would have to wait beyond `give_up_ms` is answered an error then: the objects are not in
-  the catalog any more and may be read for a while. Asking again is right, and waits for the rest.
+* Whoever would have to wait beyond `give_up_ms` is answered an error then, which names the nodes
+  and the time: the objects are not in the catalog any more and may be read for so long. Asking
+  again is right, and waits for the rest. A third thread looks at the clock, so that neither this
+  nor the end of a lease comes late while nodes are asked in vain.
 * A node that answers with an error was not told. Nor was a part of it: a disk may be slow while
   memory answers, so silence counts for one segment only.
 """
@@ -45,24 +47,28 @@ AGAIN_MS = 500  # likewise when told again: a slow disk may need that long
 DEAF_MS = 1_000
 WAITING_MAX = 1_024  # pushes; more are left to the heartbeats
 _PEERS_MAX = 1_024
-_AGAIN_S = 0.02  # between two rounds of those that are told again
-_SWEEP_MS = 50  # that somebody's time may be over before it is seen, and an attempt
+_AGAIN_S = 0.02  # between two rounds of those that are told again, and two looks at the clock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
     """Extents of one segment that are to be unsealed. `rows`: EXTENT; `secret`: of its grants;
-    `read_until_ms`: when the last lease of them ends. Without an address nobody can be told."""
+    `read_until_ms`: when the last lease of them ends. Without an address nobody can be told.
+    `node`: its name, for people."""
 
     address: str
     segment_id: int
     secret: bytes
     rows: bytes
     read_until_ms: int = 0
+    node: str = ""
 
     def over(self, now_ms: int) -> bool:
         """Does nobody read it, told or not?"""
         return self.read_until_ms + LEASE_MARGIN_MS <= now_ms
+
+
+Ended = Callable[[int, Sequence[Order]], None]
 
 
 class Both:
@@ -95,15 +101,15 @@ class Both:
 
 @dataclass(slots=True, eq=False)
 class _Push:
-    """Orders of one removal. `ended(0)`: told or over; else when it will be."""
+    """Orders of one removal. `ended(0, ())`: told or over; else when it will be, and which not."""
 
     orders: list[Order]
-    ended: Callable[[int], None]
+    ended: Ended
     give_up_ms: int
-    left: int = field(init=False)
+    left: dict[Order, None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = len(self.orders)
+        self.left = dict.fromkeys(self.orders)
 
 
 _Waits = tuple[_Push, Order]
@@ -163,6 +169,8 @@ class Unsealer:
         self._changed = threading.Condition()
         self._waiting: list[_Push] = []
         self._again: dict[_Waits, None] = {}  # in the order of their coming
+        self._open: dict[_Push, None] = {}  # that somebody waits for
+        self._ended = threading.Event()
         self._closing = self._first_ended = False
         self._deaf: dict[tuple[str, int], int] = {}  # (address, segment id) -> until ms
         self._told: deque[tuple[int, list[int]]] = deque()
@@ -171,24 +179,26 @@ class Unsealer:
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in (
                 (self._run, "mooncake-unsealer"), (self._run_again, "mooncake-unsealer-again"),
+                (self._run_ends, "mooncake-unsealer-ends"),
             )
         ]  # fmt: skip
         for thread in self._threads:
             thread.start()
 
-    def push(self, orders: Sequence[Order], ended: Callable[[int], None], give_up_ms: int) -> None:
+    def push(self, orders: Sequence[Order], ended: Ended, give_up_ms: int) -> None:
         """`ended` is called by any thread, once: with 0 when nobody reads what these name any more;
-        with the time (ms) when that will be, if it is later than `give_up_ms`."""
+        with the time (ms) when that will be, if it is later than `give_up_ms`, and with the orders
+        that were not carried out."""
         push = _Push(list(orders), ended, give_up_ms)
         with self._changed:
-            room = len(self._waiting) + len(self._again) < WAITING_MAX
-            if room and not self._closing:
+            if len(self._open) < WAITING_MAX and not self._closing:
                 self._waiting.append(push)
+                self._open[push] = None
                 self._changed.notify_all()
                 return
         now_ms = self._clock.now_ms()
-        until_ms = max(each.read_until_ms for each in orders)
-        ended(0 if all(each.over(now_ms) for each in orders) else until_ms)
+        left = [each for each in orders if not each.over(now_ms)]
+        ended(max((each.read_until_ms for each in left), default=0), left)
 
     def take_told(self) -> list[tuple[int, list[int]]]:
         """(segment id, generations) that nodes have unsealed since the last time, of those that
@@ -207,15 +217,28 @@ class Unsealer:
 
     # --- what becomes of an order ---------------------------------------------------------------
 
-    def _settle(self, push: _Push, until_ms: int = 0) -> None:
-        """One order of it is told or over (0), or is given up with all the others."""
+    def _settle(self, push: _Push, order: Order) -> None:
+        """This order is told or over."""
         with self._changed:
-            if push.left == 0:
+            if order not in push.left:
                 return
-            push.left = 0 if until_ms else push.left - 1
-            last = push.left == 0
+            del push.left[order]
+            last = not push.left
+            if last:
+                self._open.pop(push, None)
         if last:
-            push.ended(until_ms)
+            push.ended(0, ())
+
+    def _give_up(self, push: _Push) -> None:
+        """What is left of it is not waited for any longer."""
+        now_ms = self._clock.now_ms()
+        with self._changed:
+            waited = bool(push.left)
+            left = [each for each in push.left if not each.over(now_ms)]
+            push.left.clear()
+            self._open.pop(push, None)
+        if waited:
+            push.ended(max((each.read_until_ms for each in left), default=0), left)
 
     def _note_told(self, order: Order) -> None:
         if order.read_until_ms:
@@ -231,6 +254,7 @@ class Unsealer:
                 taken, self._waiting = self._waiting, []
                 if not taken:
                     self._first_ended = True
+                    self._ended.set()
                     self._changed.notify_all()
                     return
             told: set[int] = set()
@@ -241,7 +265,7 @@ class Unsealer:
             for push in taken:
                 for order in push.orders:
                     if id(order) in told or order.over(self._clock.now_ms()):
-                        self._settle(push)
+                        self._settle(push, order)
                         continue
                     with self._changed:
                         self._again[push, order] = None
@@ -284,47 +308,46 @@ class Unsealer:
                 self._round(taken)
             except Exception:
                 log.exception("the unsealer met a defect")
-        for push, order in left:
-            self._settle(push, order.read_until_ms)
+        for push, _ in left:
+            self._give_up(push)
 
     def _round(self, taken: Sequence[_Waits]) -> None:
-        """A segment that did not answer is not asked twice a round; and nobody waits for long
-        because others are asked in vain."""
+        """A segment that did not answer is not asked twice a round."""
         silent: set[tuple[str, int]] = set()
-        swept_ms = self._clock.now_ms()
         for each in taken:
             push, order = each
             place = (order.address, order.segment_id)
-            if self._is_over(each) or place in silent:
-                continue
-            if self._clock.now_ms() - swept_ms > _SWEEP_MS:
-                swept_ms = self._clock.now_ms()
-                for other in taken:
-                    self._is_over(other)
-            if self._second.tell(*place, order.secret, order.rows):
-                silent.add(place)
-                continue
-            self._deaf.pop(place, None)
-            self._note_told(order)
-            self._settle(push)
-            self._drop(each)
-        for each in taken:
-            self._is_over(each)
-
-    def _is_over(self, each: _Waits) -> bool:
-        """Is there nothing left to wait for, or nobody who waits?"""
-        push, order = each
-        now_ms = self._clock.now_ms()
-        with self._changed:
-            if each not in self._again:
-                return True
-        if push.left and not order.over(now_ms) and push.give_up_ms > now_ms:
-            return False
-        if push.left:
-            self._settle(push, 0 if order.over(now_ms) else order.read_until_ms)
-        self._drop(each)
-        return True
+            if order not in push.left:  # over, or given up
+                self._drop(each)
+            elif place not in silent:
+                if self._second.tell(*place, order.secret, order.rows):
+                    silent.add(place)
+                    continue
+                self._deaf.pop(place, None)
+                self._note_told(order)
+                self._settle(push, order)
+                self._drop(each)
 
     def _drop(self, each: _Waits) -> None:
         with self._changed:
             self._again.pop(each, None)
+
+    # --- the third thread -----------------------------------------------------------------------
+
+    def _run_ends(self) -> None:
+        """Lets orders be over and pushes be given up in time, whoever is asked in vain then."""
+        while not self._first_ended:
+            with self._changed:
+                self._changed.wait_for(lambda: self._open or self._first_ended)
+            self._ended.wait(_AGAIN_S)
+            with self._changed:
+                pushes = list(self._open)
+            for push in pushes:
+                self._end(push, self._clock.now_ms())
+
+    def _end(self, push: _Push, now_ms: int) -> None:
+        for order in list(push.orders):
+            if order.read_until_ms and order.over(now_ms):
+                self._settle(push, order)
+        if push.give_up_ms <= now_ms:
+            self._give_up(push)

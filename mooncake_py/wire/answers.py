@@ -211,11 +211,11 @@ def put_revoke_request(tenant: str, keys: Sequence[bytes], generations: Sequence
     return pb.PutRevokeRequest(tenant=tenant, keys=keys, generations=generations)
 
 
-def remove_request(tenant: str, keys: Sequence[bytes], force: bool) -> Message:
+def remove_request(tenant: str, keys: Sequence[bytes], force: bool) -> pb.RemoveRequest:
     return pb.RemoveRequest(tenant=tenant, keys=keys, force=force)
 
 
-def remove_all_request(removal: c.Remove, cursor: bytes) -> Message:
+def remove_all_request(removal: c.Remove, cursor: bytes) -> pb.RemoveRequest:
     return pb.RemoveRequest(
         tenant=removal.tenant,
         prefix=removal.prefix,

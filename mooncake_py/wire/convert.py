@@ -154,7 +154,7 @@ def _remove(r: pb.RemoveRequest, edge: Edge) -> c.Remove:
         raise UsageError("remove: `all` goes with a prefix, not with keys")
     if (r.prefix or r.pattern) and not r.all:
         raise UsageError("remove: a prefix or a pattern needs `all`")
-    return c.Remove(_tenant(r), keys, r.force, r.all, r.prefix, r.pattern, r.cursor)
+    return c.Remove(_tenant(r), keys, r.force, r.all, r.prefix, r.pattern, r.cursor, r.patience_ms)
 
 
 def _pin(r: pb.PinRequest, edge: Edge) -> c.Pin:

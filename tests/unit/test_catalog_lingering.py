@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from catalog_model import Driver, place_rows
 
-from mooncake_py.master.commands import Applied, Remove, Tick, Unmount
+from mooncake_py.master.commands import Applied, Locate, Remove, Tick, Unmount
 from mooncake_py.master.lease import LEASE_MARGIN_MS
 from mooncake_py.master.membership import SUSPECT
+from mooncake_py.master.records import Leases, decode, unpack
 from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.shadow import Shadow
 from mooncake_py.master.stripes import part_key
 from mooncake_py.model import EXTENT_ROW
 
@@ -135,6 +137,72 @@ def test_a08_a_suspect_node_may_be_read_from_and_is_told() -> None:
     driver.pass_time(SETTINGS.suspect_ms + 100, alive=False)
     assert driver.catalog.state.members.at(0).state == SUSPECT
     assert set(orders(remove(driver, b"k"))) == {generation}
+
+
+class Term:
+    """A master that begins with this log."""
+
+    def __init__(self, log: list[bytes]) -> None:
+        self.driver = Driver(SETTINGS)
+        self.driver.catalog.restore(None, log, self.driver.now_ms)
+        self._log = log + self.driver.catalog.begin_term(len(log) + 1, self.driver.now_ms)
+        self.driver.mount("a", 1 << 20)
+
+    @property
+    def log(self) -> list[bytes]:
+        return self._log + self.driver.log
+
+    def former_leases_ms(self) -> int:
+        """For how long the master before it may have given leases."""
+        lingering = self.driver.catalog.state.lingering
+        return max(0, lingering.former_lease(1) - self.driver.now_ms)
+
+
+def test_a08_leases_of_a_former_master_are_no_longer_than_those_it_gave() -> None:
+    term = Term([])
+    driver = term.driver
+    driver.put([b"k"], 64)
+    driver.locate([b"k"])
+    assert Term(term.log).former_leases_ms() == SETTINGS.lease_ms
+    asked = driver.apply(Locate("t", [b"k"], lease_ms=30_000))
+    assert asked.durable_first, "nobody has it before the log knows"
+    assert len(asked.records) == 1
+    again = driver.apply(Locate("t", [b"k"], lease_ms=30_000))
+    assert again.durable_first, "it may be on its way still"
+    assert not again.records
+    assert Term(term.log).former_leases_ms() == 30_000
+    driver.pass_time(29_000)
+    assert Term(term.log).former_leases_ms() == 30_000, "it does not know when that was"
+    driver.pass_time(SETTINGS.lease_max_ms)
+    assert Term(term.log).former_leases_ms() == SETTINGS.lease_ms
+
+
+@pytest.mark.parametrize("how", ["older release", "damaged"])
+def test_a08_a_log_that_does_not_tell_of_leases_may_have_had_any(how: str) -> None:
+    term = Term([])
+    driver = term.driver
+    driver.put([b"k"], 64)
+    log = term.log
+    of_leases = [each for each in log if isinstance(decode(each), Leases)]
+    assert of_leases
+    if how == "damaged":
+        log.append(of_leases[0][:-1] + b"?")
+    else:
+        log = [each for each in log if each not in of_leases]
+    assert Term(log).former_leases_ms() == SETTINGS.lease_max_ms
+
+
+def test_a08_a_snapshot_and_a_shadow_know_of_long_leases_too() -> None:
+    driver = Term([]).driver
+    driver.put([b"k"], 64)
+    driver.locate([b"k"], lease_ms=30_000)
+    packed = driver.catalog.snapshot(driver.now_ms)
+    shadow = Shadow(SETTINGS)
+    shadow.feed(unpack(packed))
+    assert shadow.state.lingering.longest_ms == 30_000
+    fresh = Driver(SETTINGS).catalog
+    fresh.restore(packed, [], driver.now_ms)
+    assert fresh.state.lingering.longest_ms == 30_000
 
 
 def test_a08_leases_of_a_former_master_are_waited_for(driver: Driver) -> None:

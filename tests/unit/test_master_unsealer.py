@@ -80,7 +80,7 @@ def order(address: str = "a", segment_id: int = 1, until_ms: int = 0) -> Order:
 
 def push(unsealer: Unsealer, *orders: Order, give_up_ms: int = NEVER_MS) -> SimpleQueue[int]:
     ends: SimpleQueue[int] = SimpleQueue()
-    unsealer.push(orders, ends.put, give_up_ms)
+    unsealer.push(orders, lambda until_ms, left: ends.put(until_ms), give_up_ms)
     return ends
 
 
@@ -121,6 +121,18 @@ def test_a08_whoever_cannot_wait_so_long_is_told_how_long(
     assert ends.empty()
     clock.advance(3_000)
     assert ends.get(timeout=PATIENCE_S) == 60_000
+
+
+def test_a08_it_says_who_was_not_told(
+    unsealer: Unsealer, engine: PlayedEngine, clock: ManualClock
+) -> None:
+    engine.silent.add(("a", 1))
+    said: SimpleQueue[list[Order]] = SimpleQueue()
+    orders = [order("a", 1, 60_000), order("b", 2, 90_000), order("", 0, 2_000)]
+    unsealer.push(orders, lambda until_ms, left: said.put(list(left)), 4_000)
+    assert engine.refused.wait(PATIENCE_S)
+    clock.advance(3_000)
+    assert said.get(timeout=PATIENCE_S) == orders[:1], "the others are told, or over"
 
 
 def test_what_nobody_reads_is_left_to_the_heartbeats(

@@ -308,6 +308,7 @@ class RemoveRequest(Message):
     prefix: bytes
     cursor: bytes
     pattern: bytes
+    patience_ms: int
     def __init__(
         self,
         *,
@@ -318,6 +319,7 @@ class RemoveRequest(Message):
         prefix: bytes | None = ...,
         cursor: bytes | None = ...,
         pattern: bytes | None = ...,
+        patience_ms: int | None = ...,
     ) -> None: ...
 
 class RemoveReply(Message):
