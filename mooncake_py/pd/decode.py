@@ -93,6 +93,7 @@ class Incoming:
         self._error: MooncakeError | None = None  # set first; the room is FAILED once released
         self._ending = False
         self._released = False
+        self._held_on = False  # the pages could not be taken back: they stay reserved
         self._full = (1 << pages.size) - 1
 
     def layers(self) -> list[int]:
@@ -113,7 +114,8 @@ class Incoming:
 
     def abort(self, cause: str = "the decode side gave up") -> None:
         """End it, whatever the sender does. Once this returned the pages may be used again. After
-        the end of the room this does nothing. TransferTimeout: they stay reserved."""
+        the end of the room this does nothing. TransferTimeout: they stay reserved, and it may be
+        called again."""
         self._owner._end(self, TransferCancelled(cause, room=self.room), tell=True)
         if not self._owner._await_release(self):
             raise TransferTimeout("a copy into the room's pages does not end", room=self.room)
@@ -124,12 +126,15 @@ class Incoming:
             for source in self._sources.values()
         )
 
+    def _over(self) -> bool:
+        return self._released or self._held_on
+
     def _wait(self, condition: Callable[[], object], timeout_ms: int, what: str) -> None:
         with self._owner._changed:
             self._owner._changed.wait_for(
-                lambda: condition() or (self._error and self._released), timeout_ms / 1000
+                lambda: condition() or (self._error and self._over()), timeout_ms / 1000
             )
-            if self._error is not None and self._released:
+            if self._error is not None and self._over():
                 raise self._error
             if condition():
                 return
@@ -224,10 +229,10 @@ class DecodeRank(Rank):
     def _end(self, incoming: Incoming, error: MooncakeError | None, *, tell: bool) -> None:
         """Close the region in a thread of its own: messages and pulses of other rooms go on."""
         with self._changed:
-            if incoming._ending:
+            if incoming._ending and not incoming._held_on:
                 return
-            incoming._ending = True
-            incoming._error = error
+            incoming._ending, incoming._held_on = True, False
+            incoming._error = incoming._error or error  # what ended it, not a second attempt
             told = [source.address for source in incoming._sources.values()] if tell else []
         release = threading.Thread(
             target=self._release, args=(incoming, told), name="mooncake-release", daemon=True
@@ -248,7 +253,7 @@ class DecodeRank(Rank):
             if safe:
                 for page in incoming.pages.tolist():
                     self._reserved.pop(page, None)
-            incoming._released = safe
+            incoming._released, incoming._held_on = safe, not safe
             self._changed.notify_all()
         rank, cause = self.pool.layout.rank, str(incoming._error)
         for address in told:
@@ -257,9 +262,8 @@ class DecodeRank(Rank):
 
     def _await_release(self, incoming: Incoming) -> bool:
         with self._changed:
-            return self._changed.wait_for(
-                lambda: incoming._released, self.settings.call_ms * 4 / 1000
-            )
+            self._changed.wait_for(incoming._over, self.settings.call_ms * 4 / 1000)
+            return incoming._released
 
     def _end_all(self) -> None:
         with self._changed:

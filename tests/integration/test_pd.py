@@ -30,7 +30,7 @@ from mooncake_py.pd import (
     publish_rank,
 )
 from mooncake_py.pd.protocol import ABORT, DONE, OFFER, PART, PULSE, RESUME
-from mooncake_py.transfer import EngineOptions, TransferEngine
+from mooncake_py.transfer import EngineOptions, Region, TransferEngine
 
 CALL_MS = 10_000
 MODEL = model_bytes()
@@ -264,6 +264,28 @@ def test_f26_pages_are_safe_the_moment_an_abort_returned(options: EngineOptions)
             writer.join()
             for buffer in decoder.memory:
                 assert (buffer == 0xEE).all()
+
+
+def test_a53_pages_that_cannot_be_taken_back_are_told_at_once_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who waits for the room does not wait for its own deadline; a second `abort` may succeed."""
+    with cluster() as ((_,), instance, (decoder,)):
+        incoming = decoder.rank.receive(1, [3], instance, timeout_ms=CALL_MS)
+
+        def stuck(_: Region) -> None:
+            raise TransferTimeout("a copy in the region did not end in time: keep its memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Region, "close", stuck)
+            with pytest.raises(TransferTimeout, match="does not end"):
+                incoming.abort()
+            with pytest.raises(TransferTimeout, match="keep its memory"):
+                incoming.wait(timeout_ms=24 * 3600 * 1000)
+            with pytest.raises(UsageError, match="another open room"):
+                decoder.rank.receive(2, [3], instance, timeout_ms=CALL_MS)
+        incoming.abort()
+        decoder.rank.receive(2, [3], instance, timeout_ms=CALL_MS).abort()
 
 
 def test_a58_many_rooms_at_once() -> None:
