@@ -6,7 +6,7 @@
  * flags say so, then names_nbytes of names, then the inline bytes. With MC_PULL_PIECES the values are
  * scattered: that number is the index of the value's first piece, mc_pull_pieces stand instead of
  * inline bytes, and a value is its pieces one after the other up to its length, which the last of
- * them must meet. Names, unless there are none: mc_pull_names, one uint64_t a row (where its key
+ * them must meet; all values together have no more pieces than the message. Names, unless there are none: mc_pull_names, one uint64_t a row (where its key
  * ends), the tenant, all keys one after the other, up to a multiple of 8 bytes. They are kept beside
  * the extents (mc_segment_name), laid out as mooncake_py/wire/names.py says.
  * A reply is a uint32_t code (of errors.py); with code 0 one byte a row follows, such a code too;

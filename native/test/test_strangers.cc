@@ -281,6 +281,30 @@ void serve_pulls(mc_engine* engine, mc_pulls* pulls) {
   }
 }
 
+// All rows name the same pieces: few bytes of message must not become many slices at the node.
+void check_shared_pieces(mc_engine* client, uint64_t peer, const uint8_t* secret, uint32_t region) {
+  PullParts parts;
+  parts.pieces = true;
+  for (uint64_t i = 0; i < 200; i++) {
+    mc_extent_row row{};
+    row.offset = i * 4096;
+    row.length = 200;  // the four pieces
+    row.generation = i + 1;
+    row.expires_ms = ~uint64_t{0} >> 2;
+    parts.rows.push_back(row);
+    parts.sources.push_back(0);
+  }
+  const Bytes bytes = pull_request(parts, secret, region);
+  mc_message reply{};
+  CHECK_EQ(mc_message_request(client, peer, kPull, bytes.data(),
+                              static_cast<uint32_t>(bytes.size()), kMs, &reply),
+           MC_OK);
+  CHECK_EQ(reply.nbytes, 4 + 200u);
+  CHECK_EQ(reply.data[4], 0);  // the first one has them
+  for (uint32_t i = 1; i < 200; i++) CHECK_EQ(reply.data[4 + i], -MC_E_USAGE);
+  mc_message_free(&reply);
+}
+
 void check_pulls() {
   mc_engine* const server = open_engine();
   mc_engine* const client = open_engine();
@@ -302,8 +326,9 @@ void check_pulls() {
   const mc_piece piece{reinterpret_cast<uint64_t>(values.data()), values.size()};
   uint32_t region = 0;
   CHECK_EQ(mc_region_register(client, &piece, 1, MC_ACCESS_REMOTE_READ, -1, &region), MC_OK);
+  check_shared_pieces(client, peer, secret, region);
   Dice dice(4);
-  uint64_t generation = 1, sealed = 0;
+  uint64_t generation = 1'000, sealed = 0;
   for (uint64_t i = 0; i < fuzz_count(); i++) {
     PullParts parts;
     parts.row_macs = dice.below(2) == 0;

@@ -311,7 +311,8 @@ struct mc_pulls {
     }
   }
 
-  // A value whose pieces do not make up its length is refused by itself.
+  // A value whose pieces do not make up its length is refused by itself. So is one that would need
+  // more slices than the message has pieces: honest values share none, and memory is bounded by that.
   void scattered(const Request& request, const std::vector<mc_extent_row>& rows,
                  const std::vector<uint64_t>& sources, std::vector<mc_slice>* slices,
                  std::vector<int32_t>* outcome) {
@@ -320,7 +321,8 @@ struct mc_pulls {
       const size_t before = slices->size();
       uint64_t left = rows[i].length;
       uint64_t at = payload_of(rows[i]);
-      for (uint64_t p = sources[i]; left > 0 && p < request.piece_count; p++) {
+      for (uint64_t p = sources[i];
+           left > 0 && p < request.piece_count && slices->size() < request.piece_count; p++) {
         const mc_pull_piece& piece = request.pieces[p];
         if (piece.length == 0 || piece.length > left) break;
         slices->push_back(slice_of(piece.region, piece.offset, at, piece.length));
