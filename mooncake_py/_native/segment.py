@@ -201,10 +201,12 @@ class OwnedSegment:
 
     def adopt(self, journal: bytes | mmap) -> Adopted:
         """Take over what a former owner of this memory left (native/abi/segment.h). Before anything
-        else happens to the segment."""
+        else happens to the segment. OutOfSpace: what was adopted by then stays."""
         data = ffi.from_buffer("uint8_t[]", journal)
         out = ffi.new("mc_adopted *")
-        lib.mc_segment_adopt(self._live(), data, len(data), out)
+        status = lib.mc_segment_adopt(self._live(), data, len(data), out)
+        if status:
+            raise error_of(status, "no memory for the table of the segment's former extents")
         return Adopted(out.count, out.torn, out.damaged)
 
     def journal(self, fd: int) -> None:

@@ -106,7 +106,8 @@ int32_t mc_segment_journal(mc_segment *segment, int32_t fd);
 /* Take over what a former owner of this memory left, by its journal: entries in their order, a later
  * one ending those it overlaps; the first that is not whole ends it. An extent enters the table as
  * sealed if its header is whole, sealed and that of the entry, and its payload fits its crc32c. Reads
- * every payload byte, with two threads. Call it before anything else happens to the segment. */
+ * every payload byte, with two threads. Call it before anything else happens to the segment.
+ * MC_E_OUT_OF_SPACE: memory ran out; what was adopted by then stays. */
 typedef struct mc_adopted {
     uint64_t count;
     uint64_t torn;           /* begun and not sealed, unsealed, or overwritten */

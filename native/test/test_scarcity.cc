@@ -2,6 +2,9 @@
 // lost, but the process lives, and once there is memory all of it works as before.
 //
 // Every allocation by operator new fails with a chance that a seed decides, on every thread.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -117,11 +120,56 @@ void check(uint32_t transport) {
   mc_engine_close(there);
 }
 
+// A former owner's extents are taken over, or the call says that it lacks memory.
+void check_segment() {
+  constexpr uint64_t kBytes = 256 << 10, kCount = 40;
+  auto* const memory = static_cast<uint8_t*>(aligned_alloc(64, kBytes));
+  memset(memory, 0, kBytes);
+  const int fd = memfd_create("journal", MFD_CLOEXEC);
+  mc_segment* former = nullptr;
+  CHECK_EQ(mc_segment_open(reinterpret_cast<uint64_t>(memory), kBytes, &former), MC_OK);
+  CHECK_EQ(mc_segment_journal(former, fd), MC_OK);
+  for (uint64_t i = 0; i < kCount; ++i) {
+    mc_extent_row row{};
+    row.offset = i * 4096;
+    row.length = 1000;
+    row.generation = i + 1;
+    row.expires_ms = ~uint64_t{0} >> 2;
+    const uint32_t crc = mc_crc32c(memory + row.offset + 64, row.length, 0);
+    int32_t status = MC_OK;
+    CHECK_EQ(mc_segment_begin(former, &row, 1, 1, &status), MC_OK);
+    CHECK_EQ(mc_segment_seal(former, &row, 1, &crc, 1, &status), MC_OK);
+    CHECK_EQ(status, MC_OK);
+  }
+  std::vector<uint8_t> journal(static_cast<size_t>(lseek(fd, 0, SEEK_END)));
+  CHECK_EQ(pread(fd, journal.data(), journal.size(), 0), static_cast<ssize_t>(journal.size()));
+  int failures = 0;
+  for (const uint64_t chance : {2, 20, 200, 0}) {
+    for (int i = 0; i < 20; ++i) {
+      mc_segment* next = nullptr;
+      mc_adopted found{};
+      CHECK_EQ(mc_segment_open(reinterpret_cast<uint64_t>(memory), kBytes, &next), MC_OK);
+      failing_one_in = chance;
+      const int32_t status = mc_segment_adopt(next, journal.data(), journal.size(), &found);
+      failing_one_in = 0;
+      failures += status == MC_E_OUT_OF_SPACE;
+      CHECK(status == MC_OK || (status == MC_E_OUT_OF_SPACE && chance > 0));
+      if (status == MC_OK) CHECK_EQ(found.count, kCount);
+      mc_segment_close(next);
+    }
+  }
+  CHECK(failures > 0);
+  mc_segment_close(former);
+  close(fd);
+  free(memory);
+}
+
 }  // namespace
 
 int main() {
   if (const char* given = getenv("SCARCITY_SEED")) seed = strtoull(given, nullptr, 10);
   printf("  seed %lu\n", seed);
+  check_segment();
   for (const uint32_t transport : {MC_TRANSPORT_LOCAL, MC_TRANSPORT_SHM, MC_TRANSPORT_TCP}) {
     check(static_cast<uint32_t>(transport));
   }

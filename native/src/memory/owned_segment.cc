@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <iterator>
 #include <limits>
 #include <map>
@@ -22,10 +23,12 @@
 
 #include "base/abi.h"
 #include "memory/extent.h"
+#include "memory/journal.h"
+
+using namespace mc::memory;
 
 namespace {
 
-constexpr uint64_t kAlign = MC_EXTENT_HEADER_NBYTES;
 constexpr uint64_t kJournalStep = 1 << 20;
 constexpr uint64_t kLookMax = 16384;  // extents of one call that lists, while puts wait
 
@@ -48,21 +51,7 @@ struct Hold {
 };
 using Holds = std::map<uint64_t, Hold>;  // they never overlap: sealed extents do not
 
-// Header and payload, aligned. Callers have checked that length is at most a segment's size.
-uint64_t extent_nbytes(uint64_t length) { return (length + 2 * kAlign - 1) / kAlign * kAlign; }
-
 }  // namespace
-
-constexpr uint32_t kJournalMagic = 0x4e4a434d;
-
-void append_entry(std::string *to, const mc_extent_row &row, const std::string &name) {
-  mc_journal_head head{kJournalMagic, static_cast<uint32_t>(name.size()), 0, 0};
-  head.crc32c = mc_crc32c(name.data(), name.size(), mc_crc32c(&row, sizeof row, 0));
-  to->reserve(to->size() + sizeof head + sizeof row + name.size());  // a whole entry, or none
-  to->append(reinterpret_cast<const char *>(&head), sizeof head);
-  to->append(reinterpret_cast<const char *>(&row), sizeof row);
-  to->append(name);
-}
 
 struct mc_segment {
   int journal = -1;  // written under the mutex, so that it has the order of the table
@@ -74,12 +63,12 @@ struct mc_segment {
   mc_segment_stats stats{};
 
   // All or nothing: what was written of a batch that did not fit is taken back.
-  void write_down(const std::string &entries) {
+  void write_down(const std::string& entries) {
     if (journal < 0 || entries.empty()) return;
     uint64_t done = 0;
     while (done < entries.size()) {
       const ssize_t n = pwrite(journal, entries.data() + done, entries.size() - done,
-                   static_cast<off_t>(stats.journal_nbytes + done));
+                               static_cast<off_t>(stats.journal_nbytes + done));
       if (n < 0 && errno == EINTR) continue;
       if (n <= 0) break;
       done += static_cast<uint64_t>(n);
@@ -92,9 +81,9 @@ struct mc_segment {
     }
   }
 
-  bool fits(const mc_extent_row &row) const {
+  bool fits(const mc_extent_row& row) const {
     return row.offset % kAlign == 0 && row.offset < nbytes && row.length <= nbytes &&
-       extent_nbytes(row.length) <= nbytes - row.offset;
+           extent_nbytes(row.length) <= nbytes - row.offset;
   }
 
   Table::iterator first_overlap(uint64_t offset) {
@@ -111,24 +100,24 @@ struct mc_segment {
     return it != holds.begin() && std::prev(it)->second.end > offset;
   }
 
-  int32_t hold(const mc_extent_row &row) {
+  int32_t hold(const mc_extent_row& row) {
     const auto it = table.find(row.offset);
-    if (it == table.end() || it->second.writing ||
-      it->second.row.generation != row.generation || it->second.row.length != row.length) {
+    if (it == table.end() || it->second.writing || it->second.row.generation != row.generation ||
+        it->second.row.length != row.length) {
       return MC_E_LEASE_EXPIRED;
     }
     holds.try_emplace(row.offset, Hold{it->second.end, row.generation, 0}).first->second.count += 1;
     return MC_OK;
   }
 
-  void release(const mc_extent_row &row) {
+  void release(const mc_extent_row& row) {
     const auto it = holds.find(row.offset);
     if (it == holds.end() || it->second.generation != row.generation) return;
     if (--it->second.count == 0) holds.erase(it);
   }
 
   void forget(Table::iterator it) {
-    const Extent &extent = it->second;
+    const Extent& extent = it->second;
     if (extent.writing) {
       stats.writing_count -= 1;
     } else {
@@ -141,13 +130,13 @@ struct mc_segment {
   }
 
   void wipe(uint64_t offset) {
-    auto *words = reinterpret_cast<uint64_t *>(base + offset);
+    auto* words = reinterpret_cast<uint64_t*>(base + offset);
     for (uint64_t i = 0; i < kAlign / sizeof *words; ++i) {
       __atomic_store_n(words + i, 0, __ATOMIC_RELEASE);
     }
   }
 
-  int32_t begin(const mc_extent_row &row, uint64_t now_ms) {
+  int32_t begin(const mc_extent_row& row, uint64_t now_ms) {
     if (!fits(row)) return MC_E_USAGE;
     if (now_ms > row.expires_ms) return MC_E_LEASE_EXPIRED;
     const uint64_t end = row.offset + extent_nbytes(row.length);
@@ -168,10 +157,10 @@ struct mc_segment {
     return MC_OK;
   }
 
-  int32_t seal(const mc_extent_row &row, uint32_t crc, uint64_t now_ms, int32_t status) {
+  int32_t seal(const mc_extent_row& row, uint32_t crc, uint64_t now_ms, int32_t status) {
     const auto it = table.find(row.offset);
-    const bool begun = it != table.end() && it->second.writing &&
-             it->second.row.generation == row.generation;
+    const bool begun =
+        it != table.end() && it->second.writing && it->second.row.generation == row.generation;
     if (!begun) return status != MC_OK ? status : MC_E_LEASE_EXPIRED;
     if (status == MC_OK && now_ms > row.expires_ms) status = MC_E_LEASE_EXPIRED;
     if (status == MC_OK) mc_extent_seal(base, nbytes, &row, 1, &crc, &status);
@@ -187,7 +176,7 @@ struct mc_segment {
   }
 
   // A put that still runs is ended: its seal will fail, and takes it out of the table.
-  void unseal(const mc_extent_row &row) {
+  void unseal(const mc_extent_row& row) {
     const auto it = table.find(row.offset);
     if (it == table.end() || it->second.row.generation != row.generation) return;
     if (!it->second.writing) {
@@ -198,23 +187,23 @@ struct mc_segment {
     mc_extent_unseal(base, nbytes, &it->second.row, 1, &status);
   }
 
-  Extent *writing(const mc_extent_row &row) {
+  Extent* writing(const mc_extent_row& row) {
     const auto it = table.find(row.offset);
-    const bool is = it != table.end() && it->second.writing &&
-            it->second.row.generation == row.generation;
+    const bool is =
+        it != table.end() && it->second.writing && it->second.row.generation == row.generation;
     return is ? &it->second : nullptr;
   }
 
-  int32_t adopt(const mc_extent_row &row, const std::string &name) {
+  int32_t adopt(const mc_extent_row& row, const std::string& name) {
     if (!fits(row) || row.generation == 0) return MC_E_USAGE;
     mc::memory::Header header;
-    std::memcpy(&header, reinterpret_cast<const void *>(base + row.offset), sizeof header);
+    std::memcpy(&header, reinterpret_cast<const void*>(base + row.offset), sizeof header);
     if (header.state != mc::memory::kSealed || header.generation != row.generation ||
-      header.length != row.length || std::memcmp(header.digest, row.digest, 16) != 0) {
+        header.length != row.length || std::memcmp(header.digest, row.digest, 16) != 0) {
       return MC_E_LEASE_EXPIRED;
     }
     if (header.header_crc != mc::memory::header_crc(header)) return MC_E_CHECKSUM;
-    const auto *payload = reinterpret_cast<const void *>(base + row.offset + kAlign);
+    const auto* payload = reinterpret_cast<const void*>(base + row.offset + kAlign);
     if (mc_crc32c(payload, row.length, 0) != header.crc) return MC_E_CHECKSUM;
     const uint64_t end = row.offset + extent_nbytes(row.length);
     const std::lock_guard guard(mutex);
@@ -229,66 +218,40 @@ struct mc_segment {
 
 namespace {
 
-bool in_ranges(uint64_t generation, const mc_generations *ranges, uint64_t count) {
-  return std::any_of(ranges, ranges + count, [generation](const mc_generations &each) {
-    return generation >= each.from && generation < each.below;
-  });
+// What is called over the C ABI throws nothing: without memory, or a thread, it says so.
+template <typename Use>
+int32_t no_throw(Use use) {
+  try {
+    return use();
+  } catch (const std::exception&) {
+    return MC_E_OUT_OF_SPACE;
+  }
 }
 
-struct Entry {
-  mc_extent_row row;
-  std::string name;
-};
-
-// Of a journal's entries those that no later one overlaps.
-std::vector<Entry> survivors(const uint8_t *at, uint64_t left) {
-  std::map<uint64_t, Entry> alive;
-  mc_journal_head head;
-  while (left >= sizeof head + sizeof(mc_extent_row)) {
-    std::memcpy(&head, at, sizeof head);
-    const uint64_t nbytes = sizeof head + sizeof(mc_extent_row) + head.name_nbytes;
-    if (head.magic != kJournalMagic || left < nbytes) break;
-    const uint8_t *body = at + sizeof head;
-    if (mc_crc32c(body, nbytes - sizeof head, 0) != head.crc32c) break;
-    Entry entry{};
-    std::memcpy(&entry.row, body, sizeof entry.row);
-    entry.name.assign(reinterpret_cast<const char *>(body + sizeof entry.row), head.name_nbytes);
-    at += nbytes;
-    left -= nbytes;
-    const uint64_t offset = entry.row.offset;
-    const uint64_t end = offset + extent_nbytes(entry.row.length);
-    auto it = alive.upper_bound(offset);
-    if (it != alive.begin()) {
-      const auto before = std::prev(it);
-      if (before->first + extent_nbytes(before->second.row.length) > offset) it = before;
-    }
-    while (it != alive.end() && it->first < end) it = alive.erase(it);
-    alive.emplace(offset, std::move(entry));
-  }
-  std::vector<Entry> found;
-  found.reserve(alive.size());
-  for (auto &[offset, entry] : alive) found.push_back(std::move(entry));
-  return found;
+bool in_ranges(uint64_t generation, const mc_generations* ranges, uint64_t count) {
+  return std::any_of(ranges, ranges + count, [generation](const mc_generations& each) {
+    return generation >= each.from && generation < each.below;
+  });
 }
 
 }  // namespace
 
 extern "C" {
 
-int32_t mc_segment_open(uint64_t base, uint64_t nbytes, mc_segment **out) {
+int32_t mc_segment_open(uint64_t base, uint64_t nbytes, mc_segment** out) {
   if (base % kAlign != 0 || nbytes < kAlign) return MC_E_USAGE;
-  auto *segment = new (std::nothrow) mc_segment;
+  auto* segment = new (std::nothrow) mc_segment;
   if (segment == nullptr) return MC_E_OUT_OF_SPACE;
   segment->base = base;
   segment->nbytes = nbytes;
-    *out = segment;
+  *out = segment;
   return MC_OK;
 }
 
-void mc_segment_close(mc_segment *segment) { delete segment; }
+void mc_segment_close(mc_segment* segment) { delete segment; }
 
-int32_t mc_segment_begin(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
-            uint64_t now_ms, int32_t *statuses) {
+int32_t mc_segment_begin(mc_segment* segment, const mc_extent_row* rows, uint64_t n,
+                         uint64_t now_ms, int32_t* statuses) {
   const std::lock_guard guard(segment->mutex);
   std::string entries;
   for (uint64_t i = 0; i < n; ++i) {
@@ -296,8 +259,9 @@ int32_t mc_segment_begin(mc_segment *segment, const mc_extent_row *rows, uint64_
     try {
       statuses[i] = segment->begin(rows[i], now_ms);
       if (statuses[i] == MC_OK && segment->journal >= 0) append_entry(&entries, rows[i], {});
-    } catch (const std::bad_alloc &) {  // not begun, or it would be in writing for ever
-      if (segment->writing(rows[i]) != nullptr) segment->forget(segment->table.find(rows[i].offset));
+    } catch (const std::bad_alloc&) {  // not begun, or it would be in writing for ever
+      if (segment->writing(rows[i]) != nullptr)
+        segment->forget(segment->table.find(rows[i].offset));
       statuses[i] = MC_E_OUT_OF_SPACE;
     }
     if (statuses[i] != MC_OK) segment->stats.refused_count += 1;
@@ -306,25 +270,25 @@ int32_t mc_segment_begin(mc_segment *segment, const mc_extent_row *rows, uint64_
   return MC_OK;
 }
 
-int32_t mc_segment_fill(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
-            const uint8_t *values, uint64_t values_nbytes, const uint64_t *sources,
-            uint32_t *crcs, int32_t *statuses) {
+int32_t mc_segment_fill(mc_segment* segment, const mc_extent_row* rows, uint64_t n,
+                        const uint8_t* values, uint64_t values_nbytes, const uint64_t* sources,
+                        uint32_t* crcs, int32_t* statuses) {
   for (uint64_t i = 0; i < n; ++i) {
     if (statuses[i] != MC_OK) continue;
-    const mc_extent_row &row = rows[i];
+    const mc_extent_row& row = rows[i];
     if (sources[i] > values_nbytes || row.length > values_nbytes - sources[i] ||
-      !segment->fits(row)) {
+        !segment->fits(row)) {
       statuses[i] = MC_E_USAGE;
       continue;
     }
     crcs[i] = mc_copy_crc32c(segment->base + row.offset + MC_EXTENT_HEADER_NBYTES,
-                reinterpret_cast<uint64_t>(values + sources[i]), row.length);
+                             reinterpret_cast<uint64_t>(values + sources[i]), row.length);
   }
   return MC_OK;
 }
 
-int32_t mc_segment_seal(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
-            const uint32_t *crcs, uint64_t now_ms, int32_t *statuses) {
+int32_t mc_segment_seal(mc_segment* segment, const mc_extent_row* rows, uint64_t n,
+                        const uint32_t* crcs, uint64_t now_ms, int32_t* statuses) {
   const std::lock_guard guard(segment->mutex);
   for (uint64_t i = 0; i < n; ++i) {
     const int32_t before = statuses[i];
@@ -334,10 +298,10 @@ int32_t mc_segment_seal(mc_segment *segment, const mc_extent_row *rows, uint64_t
   return MC_OK;
 }
 
-int32_t mc_segment_name(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
-            const uint8_t *common, uint64_t common_nbytes, const uint8_t *keys,
-            uint64_t keys_nbytes, const uint64_t *ends, const uint8_t *secret,
-            int32_t *statuses) {
+int32_t mc_segment_name(mc_segment* segment, const mc_extent_row* rows, uint64_t n,
+                        const uint8_t* common, uint64_t common_nbytes, const uint8_t* keys,
+                        uint64_t keys_nbytes, const uint64_t* ends, const uint8_t* secret,
+                        int32_t* statuses) {
   uint64_t from = 0;
   const uint64_t none = 0;
   uint8_t any_key[16];
@@ -355,17 +319,17 @@ int32_t mc_segment_name(mc_segment *segment, const mc_extent_row *rows, uint64_t
       uint8_t digest[16];
       mc_digest(keys + start, &length, 1, secret, digest);
       if (std::memcmp(digest, rows[i].digest, 16) != 0 &&
-        std::memcmp(any_key, rows[i].digest, 16) != 0) {
+          std::memcmp(any_key, rows[i].digest, 16) != 0) {
         statuses[i] = MC_E_ACCESS;
         continue;
       }
     }
     std::string name;
     name.reserve(common_nbytes + length);
-    name.append(reinterpret_cast<const char *>(common), common_nbytes);
-    name.append(reinterpret_cast<const char *>(keys + start), length);
+    name.append(reinterpret_cast<const char*>(common), common_nbytes);
+    name.append(reinterpret_cast<const char*>(keys + start), length);
     const std::lock_guard guard(segment->mutex);
-    Extent *extent = segment->writing(rows[i]);
+    Extent* extent = segment->writing(rows[i]);
     if (extent == nullptr) continue;
     if (segment->journal >= 0) append_entry(&entries, rows[i], name);
     extent->name = std::move(name);
@@ -375,8 +339,8 @@ int32_t mc_segment_name(mc_segment *segment, const mc_extent_row *rows, uint64_t
   return MC_OK;
 }
 
-int32_t mc_segment_unseal(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
-             int32_t *statuses) {
+int32_t mc_segment_unseal(mc_segment* segment, const mc_extent_row* rows, uint64_t n,
+                          int32_t* statuses) {
   const std::lock_guard guard(segment->mutex);
   for (uint64_t i = 0; i < n; ++i) {
     segment->unseal(rows[i]);
@@ -385,48 +349,48 @@ int32_t mc_segment_unseal(mc_segment *segment, const mc_extent_row *rows, uint64
   return MC_OK;
 }
 
-int32_t mc_segment_hold(mc_segment *segment, const mc_extent_row *rows, uint64_t n,
-            int32_t *statuses) {
+int32_t mc_segment_hold(mc_segment* segment, const mc_extent_row* rows, uint64_t n,
+                        int32_t* statuses) {
   const std::lock_guard guard(segment->mutex);
   for (uint64_t i = 0; i < n; ++i) {
-    if (statuses[i] == MC_OK) statuses[i] = segment->hold(rows[i]);
+    if (statuses[i] == MC_OK) statuses[i] = no_throw([&] { return segment->hold(rows[i]); });
   }
   return MC_OK;
 }
 
-int32_t mc_segment_release(mc_segment *segment, const mc_extent_row *rows, uint64_t n) {
+int32_t mc_segment_release(mc_segment* segment, const mc_extent_row* rows, uint64_t n) {
   const std::lock_guard guard(segment->mutex);
   for (uint64_t i = 0; i < n; ++i) segment->release(rows[i]);
   return MC_OK;
 }
 
-int32_t mc_segment_stat(mc_segment *segment, mc_segment_stats *out) {
+int32_t mc_segment_stat(mc_segment* segment, mc_segment_stats* out) {
   const std::lock_guard guard(segment->mutex);
-    *out = segment->stats;
+  *out = segment->stats;
   out->held_count = segment->holds.size();
   return MC_OK;
 }
 
-int64_t mc_segment_inventory(mc_segment *segment, uint64_t offset, mc_extent_row *rows,
-              uint64_t n) {
+int64_t mc_segment_inventory(mc_segment* segment, uint64_t offset, mc_extent_row* rows,
+                             uint64_t n) {
   const std::lock_guard guard(segment->mutex);
   uint64_t count = 0;
   for (auto it = segment->table.lower_bound(offset); it != segment->table.end() && count < n;
-    ++it) {
+       ++it) {
     if (!it->second.writing) rows[count++] = it->second.row;
   }
   return static_cast<int64_t>(count);
 }
 
-int64_t mc_segment_named(mc_segment *segment, uint64_t offset, const mc_generations *ranges,
-             uint64_t range_count, uint32_t mark, mc_extent_row *rows, uint64_t n,
-             uint8_t *names, uint64_t names_nbytes, uint64_t *name_ends,
-             uint64_t *next) {
+int64_t mc_segment_named(mc_segment* segment, uint64_t offset, const mc_generations* ranges,
+                         uint64_t range_count, uint32_t mark, mc_extent_row* rows, uint64_t n,
+                         uint8_t* names, uint64_t names_nbytes, uint64_t* name_ends,
+                         uint64_t* next) {
   const std::lock_guard guard(segment->mutex);
   uint64_t count = 0, looked = 0, used = 0;
   auto it = segment->table.lower_bound(offset);
   for (; it != segment->table.end() && count < n && looked < kLookMax; ++it, ++looked) {
-    const Extent &extent = it->second;
+    const Extent& extent = it->second;
     if (extent.writing || (mark != 0 && extent.mark == mark)) continue;
     if (!in_ranges(extent.row.generation, ranges, range_count)) continue;
     if (extent.name.size() > names_nbytes - used) {
@@ -438,61 +402,77 @@ int64_t mc_segment_named(mc_segment *segment, uint64_t offset, const mc_generati
     name_ends[count] = used;
     rows[count++] = extent.row;
   }
-    *next = it == segment->table.end() ? std::numeric_limits<uint64_t>::max() : it->first;
+  *next = it == segment->table.end() ? std::numeric_limits<uint64_t>::max() : it->first;
   return static_cast<int64_t>(count);
 }
 
-int32_t mc_segment_mark(mc_segment *segment, const mc_replica *replicas, uint64_t n,
-            uint32_t mark, uint8_t *absent) {
+int32_t mc_segment_mark(mc_segment* segment, const mc_replica* replicas, uint64_t n, uint32_t mark,
+                        uint8_t* absent) {
   const std::lock_guard guard(segment->mutex);
   for (uint64_t i = 0; i < n; ++i) {
     const auto it = segment->table.find(replicas[i].offset);
     const bool there = it != segment->table.end() && !it->second.writing &&
-               it->second.row.generation == replicas[i].generation;
+                       it->second.row.generation == replicas[i].generation;
     absent[i] = there ? 0 : 1;
     if (there) it->second.mark = mark;
   }
   return MC_OK;
 }
 
-int32_t mc_segment_journal(mc_segment *segment, int32_t fd) {
+int32_t mc_segment_journal(mc_segment* segment, int32_t fd) {
   if (fd < 0) return MC_E_USAGE;
   const std::lock_guard guard(segment->mutex);
   const uint64_t failures = segment->stats.journal_failures;
   const int former = std::exchange(segment->journal, fd);
   const uint64_t former_nbytes = std::exchange(segment->stats.journal_nbytes, 0);
-  std::string entries;
-  for (const auto &[offset, extent] : segment->table) {
-    append_entry(&entries, extent.row, extent.name);
-    if (entries.size() < kJournalStep) continue;
+  const int32_t written = no_throw([&] {
+    std::string entries;
+    for (const auto& [offset, extent] : segment->table) {
+      append_entry(&entries, extent.row, extent.name);
+      if (entries.size() < kJournalStep) continue;
+      segment->write_down(entries);
+      entries.clear();
+    }
     segment->write_down(entries);
-    entries.clear();
-  }
-  segment->write_down(entries);
-  if (segment->stats.journal_failures == failures) return MC_OK;
+    return MC_OK;
+  });
+  if (written == MC_OK && segment->stats.journal_failures == failures) return MC_OK;
   segment->journal = former;
   segment->stats.journal_nbytes = former_nbytes;
   return MC_E_OUT_OF_SPACE;
 }
 
-int32_t mc_segment_adopt(mc_segment *segment, const uint8_t *journal, uint64_t nbytes,
-             mc_adopted *out) {
-  const std::vector<Entry> entries = survivors(journal, nbytes);
+int32_t mc_segment_adopt(mc_segment* segment, const uint8_t* journal, uint64_t nbytes,
+                         mc_adopted* out) {
+  std::vector<JournalEntry> entries;
+  const int32_t read = no_throw([&] {
+    entries = survivors(journal, nbytes);
+    return MC_OK;
+  });
+  if (read != MC_OK) return read;
   mc_adopted halves[2]{};
+  bool short_of_memory[2]{};
   const auto adopt_half = [&](size_t half) {
     for (size_t i = half; i < entries.size(); i += 2) {
-      const int32_t status = segment->adopt(entries[i].row, entries[i].name);
+      const int32_t status =
+          no_throw([&] { return segment->adopt(entries[i].row, entries[i].name); });
       halves[half].count += status == MC_OK;
       halves[half].damaged += status == MC_E_CHECKSUM;
       halves[half].torn += status != MC_OK && status != MC_E_CHECKSUM;
+      short_of_memory[half] |= status == MC_E_OUT_OF_SPACE;
     }
   };
-  std::thread helper(adopt_half, 1);
+  std::thread helper;
+  const int32_t started = no_throw([&] {
+    helper = std::thread(adopt_half, 1);
+    return MC_OK;
+  });
   adopt_half(0);
-  helper.join();
-    *out = {halves[0].count + halves[1].count, halves[0].torn + halves[1].torn,
-        halves[0].damaged + halves[1].damaged};
-  return MC_OK;
+  if (started == MC_OK) helper.join();
+  else adopt_half(1);
+  *out = {halves[0].count + halves[1].count, halves[0].torn + halves[1].torn,
+          halves[0].damaged + halves[1].damaged};
+  return short_of_memory[0] || short_of_memory[1] ? MC_E_OUT_OF_SPACE : MC_OK;
 }
 
 }  // extern "C"
