@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -155,6 +156,13 @@ def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
     native.message_max_bytes = options.message_max_bytes
     native.queue_max_bytes = options.queue_max_bytes
     rdma = options.rdma
+    wrong = [name for name in rdma.devices if not re.fullmatch(r"[^:,]+(:[1-9]\d{0,2})?", name)]
+    if wrong:
+        raise UsageError(
+            "rdma: a device is a name, or a name and a port",
+            remedy='write "mlx5_0" or "mlx5_0:1", as `ls /sys/class/infiniband` shows them',
+            got=wrong,
+        )
     if not 0 <= rdma.traffic_class <= 255 or rdma.rails_max < 1:
         raise UsageError("rdma: traffic_class is 0 to 255 and rails_max at least 1", got=rdma)
     native.rdma_gid_index = -1 if rdma.gid_index is None else rdma.gid_index

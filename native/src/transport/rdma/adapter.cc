@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <fstream>
 
@@ -355,10 +356,16 @@ struct Wanted {
   int port = 0;  // 0: every active one
 };
 
+constexpr int kPortNone = -1;  // not a number of a port
+
 Wanted wanted_of(const std::string& text) {
   const size_t colon = text.find(':');
   if (colon == std::string::npos) return {text, 0};
-  return {text.substr(0, colon), atoi(text.c_str() + colon + 1)};
+  int port = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data() + colon + 1, end, port);
+  const bool good = error == std::errc() && rest == end && port >= 1 && port <= 255;
+  return {text.substr(0, colon), good ? port : kPortNone};
 }
 
 using Adapters = std::vector<std::shared_ptr<Adapter>>;
@@ -398,7 +405,8 @@ std::vector<std::shared_ptr<Adapter>> open_adapters(const AdapterOptions& option
       const Wanted wanted = wanted_of(text);
       const size_t before = adapters.size();
       std::string reason;
-      for (int i = 0; i < count; ++i) {
+      if (wanted.port == kPortNone) reason = "'" + text + "' is not DEVICE or DEVICE:PORT";
+      for (int i = 0; i < count && wanted.port != kPortNone; ++i) {
         if (wanted.device != library->get_device_name(devices[i])) continue;
         open_ports(*library, devices[i], wanted, options, &adapters, &reason);
       }

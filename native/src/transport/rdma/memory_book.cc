@@ -109,8 +109,10 @@ int32_t MemoryBook::add(const Region& region) {
     if (by_region_.contains(region.id())) return MC_OK;  // one more user of the same range
   }
   Registrations made;
+  // Raw memory is for our own work requests: no peer is told its keys, and none would be good.
+  const uint32_t access = region.is_raw() ? 0 : region.access();
   for (const mc_piece& piece : region.pieces()) {
-    const int32_t status = register_range({piece.address, piece.nbytes}, region.access(), &made);
+    const int32_t status = register_range({piece.address, piece.nbytes}, access, &made);
     if (status != MC_OK) return status;
   }
   const std::lock_guard lock(mutex_);
