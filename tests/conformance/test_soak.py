@@ -193,10 +193,13 @@ class Soak:
             peer.close()
 
     def recovers(self) -> bool:
-        """Right bytes arrive again. All that was on its way before may fail first."""
+        """Right bytes arrive again. All that was on its way before may fail first. Once the time is
+        over nobody works any more, and `last_word` decides."""
+        left_s = max(0, self.end - time.monotonic())
         with self.changed:
             wanted = self.good + WORKERS + 1  # so many may have been read before the trouble
-            return self.changed.wait_for(lambda: self.good >= wanted, RECOVERY_S)
+            found = self.changed.wait_for(lambda: self.good >= wanted, min(left_s, RECOVERY_S))
+        return found or left_s < RECOVERY_S
 
     def last_word(self) -> None:
         """Nobody disturbs any more."""

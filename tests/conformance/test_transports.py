@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from transport_battery import TransportBattery, pytest_generate_tests
-from transport_pair import can_be
+from transport_pair import Pair, can_be
 
 __all__ = [
     "TestFake",
@@ -36,6 +36,15 @@ class TestShmForeign(TransportBattery):
     places = ("foreign",)
     maps = True
 
+    def test_the_rule_that_forbids_reading_our_memory_is_named(self, two: Pair) -> None:
+        """At the process that may not look: the kernel's answer, and what would permit it."""
+        (peer,) = two.tell("describe")["peers"]
+        assert "through the socket (process_vm_readv: Operation not permitted" in peer["reason"]
+        for rule in ("same user", "kernel.yama.ptrace_scope", "CAP_SYS_PTRACE"):
+            assert rule in peer["reason"]
+        (seen_from_here,) = two.near.describe()["peers"]
+        assert "writes through the socket" in seen_from_here["reason"]
+
 
 @pytest.mark.skipif(not can_be("hidden"), reason="no pid namespaces here")
 class TestShmHidden(TransportBattery):
@@ -44,6 +53,10 @@ class TestShmHidden(TransportBattery):
     name = "shm"
     places = ("hidden",)
     maps = True
+
+    def test_that_the_process_is_not_seen_is_named(self, two: Pair) -> None:
+        (peer,) = two.tell("describe")["peers"]
+        assert "the peer's process is not visible from here" in peer["reason"]
 
 
 class TestTcp(TransportBattery):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import threading
 import time
+from array import array
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -21,9 +24,7 @@ from mooncake_py.errors import (
     TransferCancelled,
     TransferTimeout,
 )
-from mooncake_py.transfer import (
-    EngineOptions,
-)
+from mooncake_py.transfer import EngineOptions, Memory, TransferEngine
 from mooncake_py.transfer import region as region_module
 
 
@@ -154,7 +155,97 @@ class LifetimeBattery(PairedEngines):
             os.kill(two.process.pid, signal.SIGCONT)
             assert bytes_moved() - before < memory.size // 2
 
+    # ---- memory that is registered
+
+    def test_whatever_has_the_buffer_protocol_is_registered(self, two: Pair) -> None:
+        mapped = mmap.mmap(-1, 5000)
+        mapped[:] = pattern(5000, 3).tobytes()
+        memory = Memory(5000)
+        np.frombuffer(memory.view(), np.uint8)[:5000] = pattern(5000, 4)
+        square = pattern(5000, 5).reshape(50, 100)
+        for buffer in (
+            bytes(pattern(5000, 1)), bytearray(pattern(5000, 2)), array("I", range(1250)), mapped,
+            memory, square, memoryview(square).cast("B"), address_of(square),
+        ):  # fmt: skip
+            whole = memory.view() if buffer is memory else buffer
+            expected = crc32c(square if isinstance(buffer, tuple) else whole)
+            with two.near.register(buffer) as region:
+                assert two.tell("read_back", region=region.id, nbytes=region.nbytes) == expected
+
+    def test_a36_a_region_counts_how_often_it_was_registered(self, two: Pair) -> None:
+        memory = pattern(5000, 1)
+        first, second = two.near.register(memory), two.near.register(memory)
+        order = {"region": first.id, "nbytes": memory.size}
+        first.close()
+        assert two.tell("read_back", **order) == crc32c(memory)
+        second.close()
+        with pytest.raises(AssertionError, match="AccessRefused"):
+            two.tell("read_back", **order)
+
+    # ---- failures
+
+    def test_a_failed_slice_says_which_why_and_whether_a_retry_can_help(self, two: Pair) -> None:
+        region = two.region(4096)
+        target = np.zeros(3 * 4096, np.uint8)
+        slices = slices_for(region, target, [(0, 64), (4096, 1), (64, 64)])
+        with pytest.raises(AccessRefused, match=r"slice 1: .*range") as refused:
+            two.near.read(two.peer, slices, timeout_ms=MS)
+        assert not refused.value.retryable
+        assert slices["status"].tolist() == [0, -AccessRefused.code, 0]
+        with pytest.raises(TransferTimeout) as late:
+            two.peer.request(SILENCE, b"", timeout_ms=20)
+        assert late.value.retryable
+        two.peer.close()
+        slices = slices_for(region, target, [(0, 64)])
+        with pytest.raises(PeerUnreachable) as gone:
+            two.near.read(two.peer, slices, timeout_ms=MS)
+        assert gone.value.retryable
+
+    def test_f28_calls_end_at_their_deadline_when_the_peer_stands_still(
+        self, two: Pair, place: str
+    ) -> None:
+        if place in ("thread", "hidden"):
+            pytest.skip("only a process that is ours can be stopped")
+        region = two.region(PART, "heap", "read_write")  # not looked at yet
+        whole = slices_for(region, np.zeros(PART, np.uint8), [(0, PART)])
+        with TransferEngine(EngineOptions(transports=(self.name,))) as stranger:
+            os.kill(two.process.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            for call in (
+                lambda: two.near.read(two.peer, whole, timeout_ms=100),
+                lambda: two.near.write(two.peer, whole, timeout_ms=100),
+                lambda: two.peer.request(ECHO, b"", timeout_ms=100),
+                lambda: stranger.open(two.address, timeout_ms=100),
+            ):
+                with pytest.raises((TransferTimeout, PeerUnreachable)):
+                    call()
+            took_s = time.monotonic() - began
+            os.kill(two.process.pid, signal.SIGCONT)
+        assert took_s < MS / 1000 / 2
+        assert two.peer.request(ECHO, b"on", timeout_ms=MS) == b"on"
+
     # ---- the end of a peer
+
+    def test_closing_ends_also_with_a_peer_that_stands_still(self, two: Pair, place: str) -> None:
+        region = two.region(64 * PART, "heap", "read_write")
+        memory = np.zeros(64 * PART, np.uint8)
+        slices = slices_for(region, memory, [(0, memory.size)])
+        slices["op"] = 2
+        stopped = place not in ("thread", "hidden")
+        if stopped:
+            os.kill(two.process.pid, signal.SIGSTOP)
+        batch = two.near.submit(two.peer, slices, timeout_ms=MS)
+        offered = two.near.register(bytearray(4096), access="read_write")
+        began = time.monotonic()
+        two.near.close()
+        two.near.close()
+        assert time.monotonic() - began < MS / 1000 / 2
+        assert offered.closed
+        with suppress(TransferCancelled, PeerUnreachable):
+            batch.wait(0)
+        assert batch.done()
+        if stopped:
+            os.kill(two.process.pid, signal.SIGCONT)
 
     def test_waiters_end_when_the_engine_closes(self, two: Pair) -> None:
         ended: list[type[Exception] | None] = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from promises import covered, promises, required
+import re
+import tomllib
+
+from promises import ROOT, covered, promises, required
 
 
 def test_required_promises_have_a_test() -> None:
@@ -13,3 +16,32 @@ def test_required_promises_have_a_test() -> None:
 
 def test_tests_name_only_promises_that_exist() -> None:
     assert set(covered()) <= set(promises())
+
+
+def test_every_sentence_about_the_engine_has_tests_that_exist() -> None:
+    tests = ROOT / "tests"
+    table = tomllib.loads((tests / "conformance/sentences.toml").read_text())
+    battery = "".join(
+        (tests / "conformance" / name).read_text()
+        for name in ("transport_battery.py", "transport_lifetimes.py")
+    )
+    missing = [
+        f"{sentence}: {test}"
+        for room in table.values()
+        for sentence, held in room.items()
+        for test in held or ["nothing"]
+        if not _exists(test, battery)
+    ]
+    assert missing == []
+
+
+def _exists(test: str, battery: str) -> bool:
+    file, _, name = test.partition("::")
+    if test.startswith("Battery."):
+        text, name = battery, test.removeprefix("Battery.")
+    elif file.endswith(".cc"):
+        return (ROOT / file).exists()
+    else:
+        path = ROOT / "tests" / file
+        text = path.read_text() if path.exists() else ""
+    return re.search(rf"def {name}\(", text) is not None

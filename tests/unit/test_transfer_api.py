@@ -88,7 +88,7 @@ def test_a_dropped_engine_ends_its_handlers() -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("transport", ["local", "shm", "tcp", "fake"])
 def test_a_notification_finds_the_data_that_was_written_before_it(transport: str) -> None:
     with (
         listening(transports=(transport,)) as there,
@@ -119,7 +119,7 @@ def peer_has_seen(seen: list[bool], count: int) -> None:
 # ---- asyncio
 
 
-@pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("transport", ["local", "shm", "tcp", "fake"])
 def test_batches_are_awaited_side_by_side(transport: str) -> None:
     source = np.random.default_rng(1).integers(0, 256, 8 << 20, dtype=np.uint8)
 

@@ -20,7 +20,7 @@ from mooncake_py.errors import (
     TransferCancelled,
     UsageError,
 )
-from mooncake_py.transfer import SLICE, EngineOptions, Memory, TransferEngine, make_slices
+from mooncake_py.transfer import SLICE, EngineOptions, Memory, Rdma, TransferEngine, make_slices
 
 MS = 10_000
 
@@ -125,6 +125,19 @@ def test_wrong_options_are_refused() -> None:
             TransferEngine(wrong)
 
 
+@pytest.mark.parametrize("device", ["mlx5_0:abc", "mlx5_0:0", "mlx5_0:", "", "a:1:2"])
+def test_a44_a_device_that_is_misspelt_does_not_mean_all_of_them(device: str) -> None:
+    rdma = Rdma(devices=(device,))
+    with pytest.raises(UsageError, match="a device is a name, or a name and a port"):
+        TransferEngine(EngineOptions(transports=("rdma", "tcp"), rdma=rdma))
+
+
+@pytest.mark.parametrize("silence_max_ms", [0, 1_999, 600_001])
+def test_a_bound_on_silence_that_makes_no_sense_is_refused(silence_max_ms: int) -> None:
+    with pytest.raises(UsageError, match="silence_max_ms"):
+        TransferEngine(EngineOptions(silence_max_ms=silence_max_ms))
+
+
 def test_a44_without_a_common_transport_opening_fails_and_says_so() -> None:
     with listening(transports=("tcp",)) as there:
         only_shm = EngineOptions(transports=("shm",))
@@ -146,7 +159,8 @@ def test_opening_twice_is_one_connection() -> None:
 
 def test_a41_many_threads_that_open_at_once_all_get_there() -> None:
     with listening() as there:
-        engines = [TransferEngine(EngineOptions(transports=("tcp",))) for _ in range(32)]
+        engines = [TransferEngine(EngineOptions(transports=("tcp",))) for _ in range(64)]
+        before = len(os.listdir("/proc/self/task"))
         opened: list[str] = []
         start = threading.Barrier(len(engines))
 
@@ -160,6 +174,9 @@ def test_a41_many_threads_that_open_at_once_all_get_there() -> None:
         for thread in threads:
             thread.join()
         assert opened == ["tcp"] * len(engines)
+        # No thread for a peer. (One of ours may still be on its way out.)
+        assert len(os.listdir("/proc/self/task")) < before + len(engines) // 2
+        assert len(there.describe()["peers"]) == len(engines)
         for engine in engines:
             engine.close()
 

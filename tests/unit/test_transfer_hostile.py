@@ -17,7 +17,7 @@ MS = 10_000
 MAGIC = 0x5445434D
 HELLO, CHOICE, LANE, READY = 1, 2, 3, 4
 TCP = 4
-MESSAGE, REPLY, READ, DATA, WRITE, PULL, QUERY = 1, 2, 3, 4, 5, 6, 8
+MESSAGE, REPLY, READ, DATA, WRITE, PULL, QUERY, CREDIT = 1, 2, 3, 4, 5, 6, 8, 12
 HELLO_FORMAT = struct.Struct("<IHHIi16s16s16sQIIIIIIII40s128s")
 FRAME_FORMAT = struct.Struct("<IHHQIIQ")
 
@@ -192,6 +192,42 @@ def test_a34_unknown_parts_and_replies_are_dropped(engine: TransferEngine) -> No
     assert message is not None
     assert (message.kind, message.payload) == (3, b"after")
     sock.close()
+
+
+def test_a34_replayed_frames_change_nothing(engine: TransferEngine) -> None:
+    """An answer that was recorded, and data, are sent again: they answer nothing any more. Nor does
+    a recorded greeting join a peer that is gone."""
+    sock = become_peer(engine)
+    sock.sendall(frame(CREDIT, c=1 << 20) + frame(MESSAGE, b"", a=3))
+    message = engine.inbox.receive(MS)
+    assert message is not None
+    answers: list[bytes] = []
+    peer, old = engine.peer(message.peer_id), b""
+
+    def ask() -> None:
+        answers.append(peer.request(5, b"ask", timeout_ms=MS))
+
+    for i in range(3):
+        asking = threading.Thread(target=ask)
+        asking.start()
+        head = FRAME_FORMAT.unpack(take(sock, FRAME_FORMAT.size))
+        while head[1] != MESSAGE:
+            take(sock, head[0])
+            head = FRAME_FORMAT.unpack(take(sock, FRAME_FORMAT.size))
+        take(sock, head[0])
+        sock.sendall(old)  # of the question before
+        fresh = frame(REPLY, b"answer %d" % i, tag=head[3])
+        sock.sendall(fresh + fresh + frame(DATA, b"z" * 100, tag=head[3]))
+        asking.join(MS / 1000)
+        old = fresh
+    assert answers == [b"answer 0", b"answer 1", b"answer 2"]
+    sock.close()
+    assert no_peers_left(engine)
+    before, again = refused(engine), dial(engine)
+    again.sendall(hello(LANE))
+    assert is_cut(again)
+    assert refused(engine) == before + 1
+    assert serves_others(engine)
 
 
 def test_a74_a_peer_that_does_not_read_is_bounded(engine: TransferEngine) -> None:
