@@ -39,7 +39,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
         yield cluster
 
 
-@pytest.mark.timeout(60 + 15 * KILLS)
+@pytest.mark.timeout(120 + 15 * KILLS)
 def test_f12_a26_killed_leaders_cost_two_seconds_and_no_object(
     tmp_path: Path, etcd: EtcdCluster
 ) -> None:
@@ -55,7 +55,9 @@ def test_f12_a26_killed_leaders_cost_two_seconds_and_no_object(
                 masters.kill(leader)
                 took.append(load.wait_for_success_after(killed_ms, 20_000))
                 masters.start(leader)
-                until(masters.warm, 3 * T, "the new one follows")
+                # It reads the whole log first: a second of a processor for each 30,000 puts, of
+                # which it gets little while the load goes on elsewhere too. Nothing is proven here.
+                until(masters.warm, 12 * T, "the new one follows")
         finally:
             load.stop()
         with StoreClient(masters.address) as client:
