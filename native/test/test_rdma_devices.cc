@@ -24,6 +24,7 @@ struct Machine {
   std::array<verbs::Cq, 2> cqs{};
   std::vector<std::string> ended;  // in this order
   int live = 0, made = 0;          // memory regions
+  int flags = 0;                   // of the last one
   int refuses = -1;                // this device, with this error
   int error = 0;
 };
@@ -55,7 +56,8 @@ int query_port(verbs::Context*, uint8_t, verbs::PortAttr* out) {
   return 0;
 }
 
-verbs::Mr* register_memory(verbs::Pd* pd, void*, size_t, int) {
+verbs::Mr* register_memory(verbs::Pd* pd, void*, size_t, int flags) {
+  machine.flags = flags;
   if (static_cast<int>(number(pd->context)) == machine.refuses) {
     errno = machine.error;
     return nullptr;
@@ -145,6 +147,21 @@ void what_the_second_device_refuses_is_taken_back_from_the_first(const Adapters&
   CHECK_EQ(machine.live, 0);
 }
 
+// No peer is told the keys of raw memory, so that none need be good.
+void raw_memory_gets_no_remote_keys(const Adapters& adapters) {
+  std::vector<uint8_t> memory(1 << 16);
+  const mc_piece piece{reinterpret_cast<uint64_t>(memory.data()), memory.size()};
+  MemoryBook book(adapters, 0);
+  for (const uint32_t raw : {0U, uint32_t{MC_ACCESS_RAW}}) {
+    const Region region(1, {piece}, MC_ACCESS_REMOTE_READ | raw, Fd());
+    CHECK_EQ(book.add(region), MC_OK);
+    CHECK_EQ((machine.flags & (verbs::kRemoteRead | verbs::kRemoteWrite)) != 0, raw == 0);
+    CHECK(book.find(piece.address, true) != nullptr);
+    book.drop(1, Deadline::in_ms(0));
+  }
+  CHECK_EQ(machine.live, 0);
+}
+
 void children_end_before_their_parents() {
   const std::vector<std::string> one{"completion queue", "channel", "protection domain", "device"};
   CHECK_EQ(machine.ended.size(), 2 * one.size());
@@ -157,6 +174,7 @@ int main() {
   const verbs::Library calls = library();
   Adapters adapters = open_both(calls);
   what_the_second_device_refuses_is_taken_back_from_the_first(adapters);
+  raw_memory_gets_no_remote_keys(adapters);
   adapters.clear();
   children_end_before_their_parents();
   return 0;

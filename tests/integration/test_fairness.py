@@ -104,7 +104,7 @@ def ask_for_thousands(client: MasterClient) -> None:
 
 
 @pytest.mark.parametrize("long", [list_all, look_for_a_pattern, ask_for_thousands])
-def test_a20_a33_short_calls_and_heartbeats_get_through_forty_long_ones(
+def test_a20_a33_a73_short_calls_and_heartbeats_get_through_forty_long_ones(
     long: Callable[[MasterClient], object],
 ) -> None:
     with (

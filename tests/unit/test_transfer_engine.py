@@ -355,7 +355,7 @@ def test_a38_peers_that_come_and_go_leave_nothing_behind() -> None:
 
         round_trip()
         before = (len(os.listdir("/proc/self/fd")), threading.active_count())
-        for _ in range(100):
+        for _ in range(1000):
             round_trip()
         assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
