@@ -22,13 +22,20 @@ from typing import Any
 
 from mooncake_py._native import memory
 from mooncake_py._native.pulls import grant_mac, row_macs
-from mooncake_py.errors import InternalError, MooncakeError, VersionMismatch, error_of
+from mooncake_py.errors import (
+    InternalError,
+    MooncakeError,
+    OutOfSpace,
+    VersionMismatch,
+    error_of,
+)
 from mooncake_py.master import commands as c
 from mooncake_py.master import node_log
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.disk_commands import DiskTasks, DiskWork
 from mooncake_py.master.lease import LEASE_MARGIN_MS
 from mooncake_py.master.membership import ALIVE, DRAINING
+from mooncake_py.master.shortage_log import ShortageLog
 from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.unsealer import Order
 from mooncake_py.model import BATCH_MAX_KEYS, EXTENT_ROW, PROTOCOL_MAJOR, PROTOCOL_MINOR, RELEASE
@@ -84,6 +91,7 @@ class Service:
         self._edge = convert.Edge(self._digests, lambda: secrets.randbits(64), cluster.cluster_id)
         self._adopts = catalog.adopts_segments
         self._nodes = node_log.NodeLog()
+        self._shortages = ShortageLog()
         self.version_refusals = 0
         self.behind = False  # the last tick left work that was due
 
@@ -108,6 +116,10 @@ class Service:
                 self._nodes.look(self._catalog.state.members, now_ms, node_log.REPLACED)
             elif method is lane.UNMOUNT:
                 self._nodes.look(self._catalog.state.members, now_ms, node_log.LEFT)
+            if isinstance(applied.reply, c.Granted) and OutOfSpace.code in applied.reply.status:
+                assert isinstance(command, c.PutStart)
+                members = self._catalog.state.members
+                self._shortages.look(command, applied.reply, members, now_ms)
             if isinstance(applied.reply, c.Refused):
                 error = error_of(applied.reply.code, applied.reply.cause)
                 refused = self._refused(method, error, applied.records)
