@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 from array import array
@@ -18,6 +20,8 @@ from mooncake_py.ops.cluster import Cluster
 from mooncake_py.store.client import StoreClient
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+WRITES = ("write_through", "write_through_selective", "write_back")
+PREFETCHES = ("best_effort", "wait_complete", "timeout")
 Make = Callable[..., Engine]
 
 
@@ -72,8 +76,8 @@ def test_f27_a_sliding_window_comes_back_with_its_pool(engine: Make) -> None:
     round_trip(engine, cfg=SWA, pages=6, config={"tag": "swa"})
 
 
-@pytest.mark.parametrize("prefetch", ["best_effort", "wait_complete", "timeout"])
-@pytest.mark.parametrize("write", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("write", WRITES)
 def test_a69_every_policy_writes_what_it_reads(engine: Make, write: str, prefetch: str) -> None:
     """`best_effort` takes what has arrived when it looks, so only whole prefixes are promised."""
     named = {
@@ -122,26 +126,40 @@ def threads(made: Engine) -> list[threading.Thread]:
     ]
 
 
-UNLUCKY = [  # write policy, prefetch policy, layout
-    ("write_through", "wait_complete", "page_first"),
-    ("write_through_selective", "timeout", "layer_first"),
-    ("write_back", "best_effort", "page_first_direct"),
-    ("write_through", "timeout", "page_head"),
+UNLUCKY = [  # write policy, prefetch policy, layout, latent attention
+    ("write_through", "wait_complete", "page_first", False),
+    ("write_through_selective", "timeout", "layer_first", False),
+    ("write_back", "best_effort", "page_first_direct", False),
+    ("write_through", "timeout", "page_head", False),
+    ("write_back", "wait_complete", "layer_first", True),
 ]
+if os.environ.get("MOONCAKE_CLIENTS_LONG"):  # all that SGLang has; some minutes
+    UNLUCKY = [
+        case
+        for case in itertools.product(WRITES, PREFETCHES, LAYOUTS, (False, True))
+        if not (case[3] and case[2] == "page_head")  # heads are what latent attention has none of
+    ]
 
 
-@pytest.mark.parametrize(("write", "prefetch", "layout"), UNLUCKY)
-def test_a66_injected_failures_and_delays_lose_hits_and_nothing_else(
-    engine: Make, monkeypatch: pytest.MonkeyPatch, write: str, prefetch: str, layout: str
+@pytest.mark.parametrize(("write", "prefetch", "layout", "mla"), UNLUCKY)
+def test_a66_a69_injected_failures_and_delays_lose_hits_and_nothing_else(
+    engine: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    write: str,
+    prefetch: str,
+    layout: str,
+    mla: bool,
 ) -> None:
-    """SGLang's own switches: a third of the calls fail, all of them wait."""
+    """SGLang's own switches: a third of the calls fail, all of them wait. MOONCAKE_CLIENTS_LONG=1:
+    the product of all write policies, prefetch policies, layouts and kinds of attention."""
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.02")
     named = {
         "hicache_write_policy": write,
         "hicache_storage_prefetch_policy": prefetch,
         "hicache_mem_layout": layout,
-        "config": {"tag": f"unlucky {write} {prefetch} {layout}"},
+        "config": {"tag": f"unlucky {write} {prefetch} {layout} {mla}"},
+        "mla": mla,
     }
     writer, reader = engine(**named), engine(**named)
     free = reader.controller.mem_pool_host.available_size()
