@@ -4,8 +4,8 @@ Upstream names remote memory by its address in the peer's process. Our engine na
 offset, so each side tells the other, when asked, what it has registered (message REGIONS), and an
 address is looked up there. A peer is asked again when an address is not found or a region is gone.
 
-Blocking calls end within `MC_TRANSFER_TIMEOUT` seconds (30, at least 5). Their result, and an
-asynchronous batch's status, is that of all of its slices.
+Blocking calls end `MC_TRANSFER_TIMEOUT` seconds (30, at least 5) after the last GiB that moved.
+Their result, and an asynchronous batch's status, is that of all of its slices.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from mooncake_py.compat.peers import (
     TransferNotify,
     TransferOpcode,
     check_local,
+    notify_of,
+    parts_of,
+    rows_of,
 )
 from mooncake_py.config import join_address, split_address, upstream_variable
 from mooncake_py.errors import MooncakeError, UsageError
@@ -148,21 +151,14 @@ class TransferEngine:
 
     def _answer(self, message: Message) -> None:
         if message.kind == NOTIFY:
-            try:
-                name, text = json.loads(message.payload)
-            except ValueError:
-                return  # not one of ours; its sender's wait ends
-            self._notifies.append(TransferNotify(str(name), str(text)))
-            message.reply(b"")
-            return
-        if message.kind != REGIONS:
-            return
-        with self._lock:
-            found = sorted((each.address, each.nbytes, each.id) for each in self._regions.values())
-        rows = np.zeros(len(found), dtype=ROW)
-        for row, (address, nbytes, region) in zip(rows, found, strict=True):
-            row["address"], row["nbytes"], row["region"] = address, nbytes, region
-        message.reply(rows.tobytes())
+            note = notify_of(message.payload)
+            if note is not None:  # else its sender's wait ends
+                self._notifies.append(note)
+                message.reply(b"")
+        elif message.kind == REGIONS:
+            with self._lock:
+                found = [(each.address, each.nbytes, each.id) for each in self._regions.values()]
+            message.reply(rows_of(found))
 
     # --- memory ---
 
@@ -338,11 +334,15 @@ class TransferEngine:
     ) -> int:
         if not len(local) == len(remote) == len(lengths):
             return INVALID_ARGUMENT
-        if len(local) == 0:
-            return OK
+        for part in parts_of(local, remote, lengths):
+            if code := self._sync_part(target, part, op):
+                return code
+        return OK
+
+    def _sync_part(self, target: str, part: tuple[Any, Any, Any], op: int) -> int:
         for again in (False, True):
             try:
-                batch = self._submit(target, (local, remote, lengths), op, again)
+                batch = self._submit(target, part, op, again)
                 with batch:
                     batch.wait(self._timeout_ms + 1_000)
                 return OK

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -19,6 +20,9 @@ from mooncake_py.transfer import Peer
 ROW = np.dtype([("address", "<u8"), ("nbytes", "<u8"), ("region", "<u4"), ("reserved", "<u4")])
 
 
+PART_BYTES = 1 << 30
+
+
 class TransferOpcode(IntEnum):
     Read = 0
     Write = 1
@@ -30,6 +34,44 @@ class TransferNotify:
 
     name: str = ""
     msg: str = ""
+
+
+def notify_of(payload: bytes) -> TransferNotify | None:
+    """What `[name, msg]` as JSON says; None: it is not one of ours."""
+    try:
+        name, text = json.loads(payload)
+    except (ValueError, TypeError):
+        return None
+    return TransferNotify(str(name), str(text))
+
+
+def rows_of(regions: Sequence[tuple[int, int, int]]) -> bytes:
+    """(address, bytes, region) of what is offered, as peers are told it."""
+    return np.array(sorted((*each, 0) for each in regions), dtype=ROW).tobytes()
+
+
+def parts_of(local: Any, remote: Any, lengths: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The transfer in parts of at most PART_BYTES, each waited for by itself, so that the time of
+    a very large call is bounded by its progress and not by its size."""
+    if len(lengths) == 0:
+        return
+    if sum(lengths) <= PART_BYTES:
+        yield local, remote, lengths
+        return
+    part: tuple[list[int], list[int], list[int]] = ([], [], [])
+    room = PART_BYTES
+    for here, there, nbytes in zip(local, remote, lengths, strict=True):
+        moved = 0
+        while moved < nbytes:
+            take = min(nbytes - moved, room)
+            for column, value in zip(part, (here + moved, there + moved, take), strict=True):
+                column.append(value)
+            moved, room = moved + take, room - take
+            if room == 0:
+                yield part
+                part, room = ([], [], []), PART_BYTES
+    if part[2]:
+        yield part
 
 
 @dataclass(slots=True)

@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from daemons import wait_until
 
+from mooncake_py.compat import peers
 from mooncake_py.compat.engine import TransferEngine
 from mooncake_py.errors import OutOfSpace
 
@@ -208,3 +210,32 @@ def test_a51_many_threads_write_to_many_peers_at_once(engine: TransferEngine, pe
     for there in (peer, other):
         assert there.look(5 * (64 << 10), 100) == bytes([5]) * 100
     other.kill()
+
+
+def test_a48_a_call_that_takes_longer_than_its_timeout_goes_on_while_bytes_move(
+    engine: TransferEngine, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of a GiB (here: of 100 KB), each of which has the whole of the time."""
+    monkeypatch.setattr(peers, "PART_BYTES", 100_000)
+    local = np.random.default_rng(4).integers(0, 256, 1 << 20, np.uint8)
+    at = local.ctypes.data
+    assert engine.register_memory(at, local.nbytes) == 0
+    parts: list[int] = []
+    submit = engine._submit
+
+    def slow(target: str, what: Any, *rest: Any) -> Any:
+        parts.append(sum(what[2]))
+        threading.Event().wait(0.12)
+        return submit(target, what, *rest)
+
+    monkeypatch.setattr(engine, "_submit", slow)
+    monkeypatch.setattr(engine, "_timeout_ms", 1_000)  # of one part; all take longer
+    lengths = [1, 300_000, 0, 99_999, 448_576, 200_000]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    sources, targets = ([base + start for start in starts] for base in (at, peer.address))
+    assert engine.batch_transfer_sync_write(peer.session, sources, targets, lengths) == 0
+    assert parts == [100_000] * 10 + [sum(lengths) - 1_000_000]
+    for start in (0, 299_990, 648_000, sum(lengths) - 100):
+        assert peer.look(start, 100) == local[start : start + 100].tobytes()
+    broken = [*targets[:-1], 4096]
+    assert engine.batch_transfer_sync_write(peer.session, sources, broken, lengths) == -1
