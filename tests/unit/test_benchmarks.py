@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import engine, metadata
+from benchmarks import engine, fairness, metadata
 from benchmarks.clients import Crowd
 from benchmarks.plan import (
     CACHES,
@@ -207,3 +207,11 @@ def test_the_bars_of_the_masters_calls_are_judged_as_they_are_written() -> None:
     for each in judged:
         by_bar.setdefault(each["bar"], []).append(each["met"])
     assert by_bar == {"P6": [True, True], "P8": [True], "P11": [False, False]}
+
+
+def test_the_bench_of_fairness_measures_every_call_beside_every_crowd() -> None:
+    rows = fairness.measure(objects=3_000, callers=3, seconds=0.1)
+    beside = {str(row["beside"]) for row in rows}
+    assert len(beside) == 2 + 4
+    assert {row["call"] for row in rows} == {"heartbeat", "exists", "locate", "exists of 20,000"}
+    assert all(0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"] for row in rows)  # type: ignore[operator]
