@@ -3,6 +3,7 @@ way. Tests that need root to make such a place are left out without it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -53,7 +54,8 @@ def client(prefix: list[str], master: str) -> str:
 
 @pytest.fixture
 def namespace() -> Iterator[str]:
-    """A network namespace named so, joined to this one by 10.213.7.1 (here) and 10.213.7.2."""
+    """A network namespace named so, joined to this one by 10.213.7.1 (here) and 10.213.7.2. One at
+    a time: another file's tests may run beside these."""
     name = "mooncake-" + uuid.uuid4().hex[:5]
     here, there = name[-5:] + "-a", name[-5:] + "-b"
     inside = ["ip", "netns", "exec", name]
@@ -65,6 +67,8 @@ def namespace() -> Iterator[str]:
         [*inside, "ip", "addr", "add", "10.213.7.2/24", "dev", there],
         [*inside, "ip", "link", "set", there, "up"],
     ]
+    turn = os.open(__file__, os.O_RDONLY)
+    fcntl.flock(turn, fcntl.LOCK_EX)
     try:
         for command in commands:
             made = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -74,6 +78,7 @@ def namespace() -> Iterator[str]:
     finally:  # the link first: the kernel ends namespaces, and what is in them, some time later
         subprocess.run(["ip", "link", "del", here], capture_output=True, check=False)
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        os.close(turn)
 
 
 @needs_root
