@@ -54,6 +54,7 @@ from mooncake_py.store.put import BatchWriter, PutJob
 from mooncake_py.store.put_again import PersistentWriter, put_outcome
 from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.reservations import ReservationPool
+from mooncake_py.store.results import ResultPool
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.store.session import ReadSession, WriteSession
 from mooncake_py.store.targets import GivenTargets, NewTargets, Range, resolve
@@ -112,6 +113,7 @@ class StoreClient:
         self._views = ViewTaker(self._directory, self._master, tenant, self._clock)
         pool = ReservationPool(self._master, tenant, host_id(), self._nodes, self._clock)
         self._writer = BatchWriter(self._engine, self._directory, self._master, self._nodes, pool)
+        self._results = ResultPool()
         self._calls = CallGate()
         closing = self._calls.closing
         self._puts = PersistentWriter(self._writer, self._master, closing, self._clock)
@@ -206,11 +208,13 @@ class StoreClient:
         behind them in `into` stays as it was.
 
         into: a writable buffer or CPU tensor, or a list of them, filled one after the other.
-        A new bytes object costs fresh memory every time; large ones come in huge pages where the
-        kernel allows it. Whoever reads large objects often keeps a buffer and passes it, or looks
-        at them in place with `get_view`.
+        A new bytes object costs fresh memory, from 4 MiB on in huge pages where the kernel allows
+        it; the memory of such a result is used again for one of the same length once nothing refers
+        to it any more (the client keeps up to 256 MiB for that). Or keep a buffer and pass it, or
+        look at the object in place with `get_view`.
         offset, nbytes: only that part of the object (None: to its end). A part is proven to be of
-        the object by its header; only whole objects are compared with their checksum.
+        the object by its header; only whole objects are compared with their checksum, which memory
+        that went bad can deceive (`design/extent.md` says why).
 
         Raises ObjectNotFound (a miss), UsageError when `into` is too small or the object too short
         (nothing is written then), ChecksumMismatch when every replica is damaged, TransferTimeout,
@@ -258,7 +262,7 @@ class StoreClient:
         if not names:
             return []
         with self._calls:
-            new = NewTargets(len(keys), ranges)
+            new = NewTargets(len(keys), ranges, self._results)
             try:
                 result = self._reader.read(names, given or new, deadline, rows)
             finally:
@@ -481,6 +485,7 @@ class StoreClient:
         if not self._calls.close(self._timeout_ms):
             return
         self._views.close()
+        self._results.clear()
         self._nodes.shutdown(wait=True, cancel_futures=True)
         self._directory.close()
         self._master.close()

@@ -12,6 +12,7 @@ from mooncake_py.clock import Deadline, stopwatch_ns
 from mooncake_py.errors import MooncakeError
 from mooncake_py.store.get import BatchReader
 from mooncake_py.store.placement_cache import ROW_BYTES
+from mooncake_py.store.results import ResultPool
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.store.stripes import object_length
 from mooncake_py.store.targets import NewTargets
@@ -76,7 +77,7 @@ def explain(
     table = np.frombuffer(rows, EXTENT)
     ways = [_way(directory, int(index), deadline) for index in table["segment_index"]]
     steps.done("reach")
-    target = NewTargets(1, None)
+    target = NewTargets(1, None, ResultPool(0))
     lengths = [object_length(rows)]
     target.place([0], lengths)
     steps.done("allocate")

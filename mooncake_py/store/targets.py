@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mooncake_py._native import ffi, lib
+from mooncake_py._native import ffi
 from mooncake_py._native.reading import Destinations
 from mooncake_py.store.buffers import Pieces
+from mooncake_py.store.results import LARGE_BYTES, ResultPool
 
 _BYTES = ffi.typeof("char[]")
-_ADDRESS = ffi.typeof("uintptr_t")
-_LARGE_BYTES = 4 << 20  # from here on page faults cost more than the copy
 
 Range = tuple[int, int | None]  # start, bytes; None: to the end of the object
 
@@ -54,11 +53,13 @@ class NewTargets:
     """New bytes objects, filled before anybody else sees them.
 
     That is what C code does with PyBytes_FromStringAndSize(NULL, n). Objects of up to one byte are
-    shared by the interpreter and must never be written: for those there is scratch memory.
+    shared by the interpreter and must never be written: for those there is scratch memory. Large
+    ones are of the pool (`results.py`).
     """
 
-    def __init__(self, count: int, ranges: Sequence[Range] | None) -> None:
+    def __init__(self, count: int, ranges: Sequence[Range] | None, pool: ResultPool) -> None:
         self._ranges = ranges
+        self._pool = pool
         self._values: list[bytes | bytearray] = [b""] * count
 
     def place(self, keys: Sequence[int], lengths: Sequence[int]) -> Destinations:
@@ -69,15 +70,20 @@ class NewTargets:
                 nbytes if start + nbytes <= length else 0
                 for (start, nbytes), length in zip(ranges, lengths, strict=True)
             ]
-        new = [bytes(size) if size > 1 else bytearray(size) for size in sizes]
+        if sizes and max(sizes) >= LARGE_BYTES:
+            new = [self._new(size) for size in sizes]
+        else:
+            new = [bytes(size) if size > 1 else bytearray(size) for size in sizes]
         for key, value in zip(keys, new, strict=True):
             self._values[key] = value
         from_buffer = ffi.from_buffer
         pointers = [from_buffer(_BYTES, value) for value in new]
-        if sizes and max(sizes) >= _LARGE_BYTES:
-            for pointer, size in zip(pointers, sizes, strict=True):
-                lib.mc_memory_expect(int(ffi.cast(_ADDRESS, pointer)), size)
         return Destinations(pointers, sizes, None, ranges)
+
+    def _new(self, size: int) -> bytes | bytearray:
+        if size >= LARGE_BYTES:
+            return self._pool.new(size)
+        return bytes(size) if size > 1 else bytearray(size)
 
     def values(self) -> list[Any]:
         """What the keys' objects are now, as bytes."""

@@ -17,6 +17,7 @@ from mooncake_py.store.buffers import (
     target_pieces,
     target_span,
 )
+from mooncake_py.store.results import ResultPool
 from mooncake_py.store.targets import NewTargets
 
 
@@ -64,7 +65,7 @@ def test_a46_a_spans_owner_cannot_be_resized_meanwhile() -> None:
 
 
 def test_f03_new_bytes_are_filled_before_anybody_sees_them() -> None:
-    new = NewTargets(4, None)
+    new = NewTargets(4, None, ResultPool())
     to = new.place(range(4), [5, 0, 1, 3])
     for pointer, text in zip(to.pointers, (b"12345", b"", b"6", b"789"), strict=True):
         ffi.buffer(pointer)[:] = text
