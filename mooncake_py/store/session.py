@@ -16,9 +16,12 @@ Rules.
   moves (to another node, to or from a disk) or gets another replica stays the same object: the
   master names it by a generation of its own, and one that cannot be read where it was is looked
   for once in that call, and at every renewal.
-* A writing session collects in memory that nodes on this host map (`alloc`). The parts move to the
-  nodes at commit, so the objects become visible together, and an abandoned session leaves nothing.
-  What was never written is zeros.
+* A writing session collects in memory that nodes on this host map (`alloc`), and asks for space at
+  commit. So it may last as long as it likes, the objects become visible together, and a session
+  that is abandoned, or whose process is killed, leaves nothing anywhere: no node ever has an extent
+  that waits for its writer.
+* What is committed was written whole. An object of which a part was never written is refused by
+  itself; one that was filled through `views` is its writer's word.
 * A session belongs to one thread at a time. It ends with its `with`.
 """
 
@@ -133,9 +136,37 @@ def _lease_end(rows: bytes) -> int:
     return int(np.frombuffer(rows, EXTENT)["expires_ms"][0])
 
 
+class _Written:
+    """Which bytes of one object were written: ascending spans, mostly one."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int]] = []
+
+    def add(self, start: int, end: int) -> None:
+        spans = self._spans
+        if spans and spans[-1][0] <= start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
+            return
+        spans.append((start, end))
+        spans.sort()
+        joined = spans[:1]
+        for begin, stop in spans[1:]:
+            if begin <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+            else:
+                joined.append((begin, stop))
+        self._spans = joined
+
+    def first_gap(self, nbytes: int) -> tuple[int, int] | None:
+        """The first bytes of `nbytes` that were not written."""
+        spans = [*self._spans, (nbytes, nbytes)]
+        if spans[0][0] > 0:
+            return 0, spans[0][0]
+        return None if spans[0][1] >= nbytes else (spans[0][1], spans[1][0])
+
+
 class WriteSession:
-    """Made by `StoreClient.session` with sizes. `views[i]`: the memory of object i, which may also
-    be written directly before `commit`."""
+    """Made by `StoreClient.session` with sizes."""
 
     def __init__(
         self,
@@ -152,13 +183,22 @@ class WriteSession:
         starts = [0, *accumulate(rounded)]
         self._memory: RegisteredMemory | None = alloc(max(1, starts[-1]))
         whole = self._memory.view()
-        self.views = [
+        self._views = [
             whole[start : start + size] for start, size in zip(starts, sizes, strict=False)
         ]
+        self._written = [_Written() for _ in sizes]
+        self._by_hand = False
+
+    @property
+    def views(self) -> list[memoryview]:
+        """The memory of each object, to be written directly before `commit`, which then takes the
+        caller's word for what was written."""
+        self._by_hand = True
+        return self._views
 
     def __repr__(self) -> str:
         state = "has ended" if self._memory is None else "not committed"
-        nbytes = sum(map(len, self.views))
+        nbytes = sum(map(len, self._views))
         return f"<WriteSession of {len(self._keys)} keys, {nbytes} bytes, {state}>"
 
     def write(self, offset: int, parts: Sequence[Any]) -> None:
@@ -169,24 +209,41 @@ class WriteSession:
         if len(parts) != len(self._keys):
             raise UsageError("one part a key", keys=len(self._keys), parts=len(parts))
         given = [None if part is None else memoryview(part).cast("B") for part in parts]
-        for key, view, part in zip(self._keys, self.views, given, strict=True):
+        for key, view, part in zip(self._keys, self._views, given, strict=True):
             if part is not None and not 0 <= offset <= len(view) - len(part):
                 raise UsageError(
                     "the part does not fit the object",
                     key=key, nbytes=len(view), offset=offset, part=len(part),
                 )  # fmt: skip
-        for view, part in zip(self.views, given, strict=True):
+        for written, view, part in zip(self._written, self._views, given, strict=True):
             if part is not None:
                 view[offset : offset + len(part)] = part
+                written.add(offset, offset + len(part))
 
     def commit(self) -> list[MooncakeError | None]:
-        """Store all objects. One outcome a key, as of `put_batch`; the session has ended."""
+        """Store all objects. One outcome a key, as of `put_batch`, or UsageError for an object of
+        which a part was never written; the session has ended."""
         if self._memory is None:
             raise UsageError("the session has ended")
         try:
-            return self._put(self._keys, self.views)
+            outcomes = [self._refusal(i) for i in range(len(self._keys))]
+            whole = [i for i, outcome in enumerate(outcomes) if outcome is None]
+            stored = self._put([self._keys[i] for i in whole], [self._views[i] for i in whole])
+            for i, outcome in zip(whole, stored, strict=True):
+                outcomes[i] = outcome
+            return outcomes
         finally:
             self.abandon()
+
+    def _refusal(self, i: int) -> MooncakeError | None:
+        gap = None if self._by_hand else self._written[i].first_gap(len(self._views[i]))
+        if gap is None:
+            return None
+        return UsageError(
+            "the object was not written whole",
+            remedy="write every part of it before commit, or abandon the session",
+            key=self._keys[i], nbytes=len(self._views[i]), missing=f"{gap[0]} to {gap[1]}",
+        )  # fmt: skip
 
     def abandon(self) -> None:
         """End without storing anything that was not committed. Twice is fine."""

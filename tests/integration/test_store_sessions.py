@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -80,6 +82,70 @@ def test_f33_an_abandoned_session_leaves_nothing(store: StoreClient) -> None:
     assert store.exists("gone") is False
     with pytest.raises(UsageError, match="ended"):
         writing.commit()
+
+
+SESSION_WRITER = """
+import os, signal, sys
+from mooncake_py import StoreClient
+store = StoreClient(sys.argv[1])
+writing = store.session(["killed/0", "killed/1"], sizes=[1 << 20, 1 << 20])
+for layer in range(8):
+    writing.write(layer << 17, [bytes(1 << 17)] * 2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_f33_f08_a_session_whose_process_is_killed_leaves_no_key_and_no_space_is_lost(
+    counted: Cluster, store: StoreClient
+) -> None:
+    before, used = spent(counted), status(counted).used_bytes
+    arguments = [sys.executable, "-c", SESSION_WRITER, counted.address]
+    assert subprocess.run(arguments, check=False, timeout=60).returncode == -signal.SIGKILL
+    assert spent(counted) == before, "an open session is nothing that a master has to end"
+    assert status(counted).used_bytes == used
+    assert store.exists(["killed/0", "killed/1"]) == [False, False]
+    store.put_batch(["killed/0", "killed/1"], [b"0", b"1"])
+    assert store.get_batch(["killed/0", "killed/1"]) == [b"0", b"1"]
+
+
+def test_f33_a_session_may_last_as_long_as_it_likes_and_holds_nothing_meanwhile(
+    counted: Cluster, store: StoreClient
+) -> None:
+    used = status(counted).used_bytes
+    with store.session(["slow"], sizes=[MIB], timeout_ms=1_000) as writing:
+        before = spent(counted)
+        writing.write(0, [bytes(MIB)])
+        assert spent(counted) == before
+        assert status(counted).used_bytes == used, "space that is asked for only at commit"
+        assert writing.commit() == [None]
+    assert len(store.get("slow")) == MIB
+
+
+def test_f33_what_was_not_written_whole_is_refused_and_the_rest_is_stored(
+    store: StoreClient,
+) -> None:
+    keys = ["whole", "hole", "untouched", "empty", "backwards", "twice", "short"]
+    with store.session(keys, sizes=[8, 8, 8, 0, 8, 8, 8]) as writing:
+        writing.write(0, [b"12345678", b"123", None, None, None, b"aaaaaa", b"1234567"])
+        writing.write(4, [None, b"5678", None, None, b"5678", b"5678", None])
+        writing.write(0, [None, None, None, b"", b"1234", b"1234", None])
+        outcomes = writing.commit()
+    refused = {key: str(o) for key, o in zip(keys, outcomes, strict=True) if o is not None}
+    assert refused.keys() == {"hole", "untouched", "short"}
+    assert all(isinstance(o, UsageError) for o in outcomes if o is not None)
+    assert "3 to 4" in refused["hole"]
+    assert "0 to 8" in refused["untouched"]
+    assert "7 to 8" in refused["short"]
+    assert store.exists(keys) == [key not in refused for key in keys]
+    stored = [store.get(key) for key in keys if key not in refused]
+    assert stored == [b"12345678", b"", b"12345678", b"12345678"]
+
+
+def test_f33_what_is_written_through_views_is_the_callers_word(store: StoreClient) -> None:
+    with store.session(["by hand"], sizes=[4]) as writing:
+        writing.views[0][1:3] = b"ab"
+        assert writing.commit() == [None]
+    assert store.get("by hand") == b"\0ab\0"
 
 
 def test_f33_a_session_never_mixes_two_objects_of_one_key(store: StoreClient) -> None:
