@@ -208,13 +208,10 @@ class StoreClient:
         behind them in `into` stays as it was.
 
         into: a writable buffer or CPU tensor, or a list of them, filled one after the other.
-        A new bytes object costs fresh memory, from 4 MiB on in huge pages where the kernel allows
-        it; the memory of such a result is used again for one of the same length once nothing refers
-        to it any more (the client keeps up to 256 MiB for that). Or keep a buffer and pass it, or
-        look at the object in place with `get_view`.
+        Without it the memory of large results is used again once nothing refers to them any more
+        (`store/results.py`). `get_view` copies nothing.
         offset, nbytes: only that part of the object (None: to its end). A part is proven to be of
-        the object by its header; only whole objects are compared with their checksum, which memory
-        that went bad can deceive (`design/extent.md` says why).
+        the object by its header, and not compared with a checksum (`design/extent.md`).
 
         Raises ObjectNotFound (a miss), UsageError when `into` is too small or the object too short
         (nothing is written then), ChecksumMismatch when every replica is damaged, TransferTimeout,
