@@ -14,6 +14,7 @@ from hypothesis.stateful import (
 )
 from reference import Reference
 
+from mooncake_py.errors import ObjectNotFound, QuotaExceeded
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
     CopyObjects,
@@ -25,6 +26,7 @@ from mooncake_py.master.commands import (
     Locate,
     Mount,
     Mounted,
+    Pin,
     PutEnd,
     PutStart,
     Refused,
@@ -276,6 +278,19 @@ class CatalogMachine(RuleBasedStateMachine):
         assert applied.durable_first
         gone = [key for key in keys if key not in self.reference.objects]
         assert not any(self.driver.exists(gone))
+
+    @rule(keys=keys_of, soft_pin_ms=st.sampled_from([0, 60, 300]), hard=st.booleans())
+    def pin(self, keys: list[bytes], soft_pin_ms: int, hard: bool) -> None:
+        """What is pinned hard from now on is not evicted; what is not any more may be."""
+        applied = self.driver.apply(Pin("t", keys, 0 if hard else soft_pin_ms, hard))
+        self.reference.learn(applied)
+        for key, code in zip(keys, applied.reply.status, strict=True):
+            kept = self.reference.objects.get(key)
+            assert (code == ObjectNotFound.code) == (kept is None)
+            assert code in (0, ObjectNotFound.code, QuotaExceeded.code)
+            if code == 0 and kept is not None:
+                kept.hard_pin = hard
+                kept.soft_pin_until = 0 if hard else self.driver.now_ms + soft_pin_ms
 
     @rule(prefix=st.sampled_from([b"", b"k0", b"k01", b"x"]), force=st.booleans())
     def remove_all(self, prefix: bytes, force: bool) -> None:
