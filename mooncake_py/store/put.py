@@ -191,6 +191,11 @@ class BatchWriter:
             try:
                 for i, code in zip(again, self._write_granted(rest), strict=True):
                     codes[i] = code
+            except MooncakeError as error:
+                if len(again) == len(codes):
+                    raise
+                for i in again:
+                    codes[i] = error.code
             finally:
                 rest.pieces.release()
         return codes

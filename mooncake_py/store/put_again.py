@@ -61,6 +61,11 @@ class PersistentWriter:
             try:
                 for i, code in zip(todo, self._writer.write(part), strict=True):
                     codes[i] = code
+            except MooncakeError as error:  # of another attempt: the others keep their outcomes
+                if len(todo) == len(codes):
+                    raise
+                for i in todo:
+                    codes[i] = error.code
             finally:
                 part.pieces.release()
         return codes, reasons

@@ -88,8 +88,20 @@ class Writer:
         return [OK if key == b"late" and late else OutOfSpace.code for key in job.keys]
 
 
-def attempt(keys: list[bytes], status: Any, groups: tuple[int, ...] = ()) -> tuple[Any, Writer]:
-    writer: Any = Writer()
+class Interrupted(Writer):
+    """Stores "early" at once; the master is gone at the second attempt."""
+
+    def write(self, job: PutJob) -> list[int]:
+        codes = super().write(job)
+        if len(self.written) == 2:
+            raise MasterUnavailable("it is gone")
+        return [OK if key == b"early" else code for key, code in zip(job.keys, codes, strict=True)]
+
+
+def attempt(
+    keys: list[bytes], status: Any, groups: tuple[int, ...] = (), kind: type[Writer] = Writer
+) -> tuple[Any, Writer]:
+    writer: Any = kind()
     master: Any = SimpleNamespace(status=status)
     clock: Clock = Steps()
     values = [b"value"] * len(keys)
@@ -123,6 +135,13 @@ def test_c07_what_cannot_fit_is_given_up_early_and_nothing_else_is() -> None:
     assert len(writer.written) > 2 * given_up, "nobody said that it is hopeless"
     (codes, _), _ = attempt([b"late", b"large"], one_node)
     assert codes == [OK, OutOfSpace.code]
+
+
+def test_a03_a_master_that_goes_between_two_attempts_changes_nothing_for_what_is_stored() -> None:
+    (codes, _), _ = attempt([b"early", b"late"], one_node, kind=Interrupted)
+    assert codes == [OK, MasterUnavailable.code]
+    with pytest.raises(MasterUnavailable):
+        attempt([b"late"], one_node, kind=Interrupted)
 
 
 def test_a_group_is_given_up_whole() -> None:
