@@ -5,8 +5,10 @@
 Both backends get the same host pools of SGLang and the same calls: batches of 128 pages with
 `batch_set_v1`, `batch_exists` and `batch_get_v1`, and one `batch_exists` of 4,096 pages. Every
 contender runs in a process of its own, its memory in another one (`local`: in the same one, as
-upstream's embedded clients have it). `--upstream`: a virtual environment with upstream's wheel;
-its native libraries must be on LD_LIBRARY_PATH. Not a test: it prints a table.
+upstream's embedded clients have it). `prefetch_per_cpu` divides by the processor's seconds that
+all threads of the contender took, so it can be compared on a busy machine, too. `--upstream`: a
+virtual environment with upstream's wheel; its native libraries must be on LD_LIBRARY_PATH. Not a
+test: it prints a table.
 """
 
 from __future__ import annotations
@@ -60,11 +62,13 @@ def measure(kind: str, address: str, page_bytes: int, segment_bytes: int) -> dic
     indices = pools.indices(list(range(BATCH)))
     batches = max(3, min(16, (768 << 20) // (page_bytes * BATCH)))
     took: dict[str, list[float]] = {"backup": [], "exists": [], "prefetch": []}
+    spent: dict[str, list[float]] = {what: [] for what in took}
 
     def timed(what: str, call: Any, expected: Any) -> None:
-        start = time.perf_counter()
+        start, before = time.perf_counter(), time.process_time()
         got = call()
         took[what].append(time.perf_counter() - start)
+        spent[what].append(time.process_time() - before)
         assert got == expected, (what, got)
 
     everything = [True] * BATCH
@@ -84,6 +88,8 @@ def measure(kind: str, address: str, page_bytes: int, segment_bytes: int) -> dic
         for what, times in took.items()
         if what != "exists"
     }
+    cpu = statistics.median(spent["prefetch"][1:])
+    result["prefetch_per_cpu"] = page_bytes * BATCH / cpu / 1e9
     if page_bytes <= 64 << 10:
         result |= query(backend, pools.hashes(QUERY), indices)
     backend.close()
