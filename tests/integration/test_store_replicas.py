@@ -17,6 +17,7 @@ from mooncake_py.master.client import MasterClient
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 from mooncake_py.store.segments import SegmentDirectory
 
+pytestmark = pytest.mark.alone
 MIB = 1 << 20
 TWO = ReplicaPolicy(replica_count=2, strict=True)
 
