@@ -14,8 +14,8 @@ few ms, and late replicas are asked once more if no other has answered. A key wi
 miss, or an integrity error when memory contradicted its own checksum. The number of questions in
 one call is bounded, and so is everything by the deadline.
 
-Leases are looked at once, before the read begins: a batch that takes longer than its leases is
-judged by what its headers say, not by a clock.
+Leases are looked at before the read begins, and those of a large one renewed while it runs
+(`renewal.py`). What was read is judged by what its headers say, not by a clock.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from mooncake_py.master.client import MasterClient, Placements
 from mooncake_py.store.fetch import DiskFetcher
 from mooncake_py.store.placement_cache import ROW_BYTES, PlacementCache
 from mooncake_py.store.remote import RemoteReader, select
+from mooncake_py.store.renewal import ASK_MS, LARGE_BYTES, LeaseRenewer
 from mooncake_py.store.segments import SegmentDirectory
 from mooncake_py.store.stripes import (
     PartRead,
@@ -309,7 +310,8 @@ class BatchReader:
             if call.deadline.passed():
                 return errors.TransferTimeout.code
             rows = b"".join(part.rows[0] for part in todo)
-            statuses = self._attempt(rows, destinations(todo), call.deadline) or [0] * len(todo)
+            statuses = self._attempt_long(call, rows, destinations(todo), call.deadline)
+            statuses = statuses or [0] * len(todo)
             for part, status in zip(todo, statuses, strict=True):
                 row = np.frombuffer(part.rows.pop(0), EXTENT)[0]
                 part.code = -status
@@ -337,7 +339,11 @@ class BatchReader:
                 patience_ms = PATIENCE_MS
             patience_ms += sum(lengths) // PATIENCE_BYTES_PER_MS
             deadline = Deadline(min(patience_ms, deadline.left_ms()), self._clock)
-        statuses = self._attempt(rows, targets.place(todo, lengths), deadline)
+        to = targets.place(todo, lengths)
+        if sum(lengths) < LARGE_BYTES:
+            statuses = self._attempt(rows, to, deadline)
+        else:
+            statuses = self._attempt_long(call, rows, to, deadline)
         if self._directory.disks:
             self._forget_cold(call, todo, rows)
         if statuses is None:
@@ -345,6 +351,27 @@ class BatchReader:
                 call.result.codes[i] = errors.OK
             return []
         return self._judge(call, todo, rows, statuses)
+
+    def _attempt_long(
+        self, call: _Open, rows: bytes, to: Destinations, deadline: Deadline
+    ) -> list[int] | None:
+        """As `_attempt`, with leases that are renewed if the bytes are many."""
+        if sum(to.sizes) < LARGE_BYTES:  # a range of something large
+            return self._attempt(rows, to, deadline)
+
+        def renew() -> int:
+            until = Deadline(max(1, min(ASK_MS, call.deadline.left_ms())), self._clock)
+            return self._lease_left_ms(b"".join(self._ask(call.names, until)[0]))
+
+        renewer = LeaseRenewer(self._lease_left_ms(rows), renew)
+        try:
+            return self._attempt(rows, to, deadline)
+        finally:
+            renewer.close()
+
+    def _lease_left_ms(self, rows: bytes) -> int:
+        leases = np.frombuffer(rows, EXTENT)["expires_ms"]
+        return int(leases.min(initial=ASK_MS + self._clock.now_ms())) - self._clock.now_ms()
 
     def _attempt(self, rows: bytes, to: Destinations, deadline: Deadline) -> list[int] | None:
         """One status a row, native sign; None: all good. Never raises for what nodes do."""
