@@ -33,11 +33,11 @@ from benchmarks.run import Timing, takes_part
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_benchmarks(json_file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(module: str, *arguments: str) -> None:
+    """Without upstream, also where there is one."""
     environment = {k: v for k, v in os.environ.items() if k != "MOONCAKE_BENCH_UPSTREAM"}
-    command = [sys.executable, "-m", "benchmarks", "--size", "tiny", "--json", str(json_file)]
-    return subprocess.run(
-        [*command, *arguments],
+    ended = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -45,11 +45,15 @@ def run_benchmarks(json_file: Path, *arguments: str) -> subprocess.CompletedProc
         timeout=100,
         check=False,
     )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def run_benchmarks(json_file: Path, *arguments: str) -> None:
+    run("benchmarks", "--size", "tiny", "--json", str(json_file), *arguments)
 
 
 def test_the_limits_of_the_machine_are_measured(tmp_path: Path) -> None:
-    ended = run_benchmarks(tmp_path / "found.json", "limits")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run_benchmarks(tmp_path / "found.json", "limits")
     found = json.loads((tmp_path / "found.json").read_text())
     measured = {(row["case"], row["contender"]) for row in found["timings"] if row["p50_us"] > 0}
     expected = {
@@ -64,8 +68,7 @@ def test_the_limits_of_the_machine_are_measured(tmp_path: Path) -> None:
 
 def test_our_own_client_is_measured_over_both_transports(tmp_path: Path) -> None:
     picture = tmp_path / "found.svg"
-    ended = run_benchmarks(tmp_path / "found.json", "--picture", str(picture))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run_benchmarks(tmp_path / "found.json", "--picture", str(picture))
     found = json.loads((tmp_path / "found.json").read_text())
     drawn = ElementTree.fromstring(picture.read_text())
     titles = [each.text or "" for each in drawn.iter("{http://www.w3.org/2000/svg}title")]
@@ -141,16 +144,7 @@ def test_a_failure_is_told_and_leaves_no_figures() -> None:
 
 def test_engines_are_measured_against_the_limits(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, "-m", "benchmarks.engine", "--seconds", "0.01", "--out", str(out)]
-    ended = subprocess.run(
-        [*command, "--largest-mib", "1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run("benchmarks.engine", "--seconds", "0.01", "--out", str(out), "--largest-mib", "1")
     rows = json.loads(out.read_text())
     assert {row["threads"] for row in rows} == {1, 4}
     for row in rows:
@@ -176,18 +170,7 @@ def test_bars_of_engines_say_what_was_missed() -> None:
 
 def test_the_masters_calls_are_measured_over_both_doors_and_judged(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
-    command = [sys.executable, "-m", "benchmarks.metadata", "--objects", "1200", "--rounds", "2"]
-    environment = {k: v for k, v in os.environ.items() if k != "MOONCAKE_BENCH_UPSTREAM"}
-    ended = subprocess.run(
-        [*command, "--json", str(found)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run("benchmarks.metadata", "--objects", "1200", "--rounds", "2", "--json", str(found))
     told = json.loads(found.read_text())
     measured = {
         (row["contender"], row["verb"], row["objects"], row["batch"]) for row in told["rows"]
