@@ -16,7 +16,9 @@ Rules that hold for every function here:
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +93,14 @@ def address_of(buffer: Buffer, *, writable: bool = False) -> tuple[int, int]:
     """
     data = _from_buffer("uint8_t[]", buffer, writable=writable)
     return int(ffi.cast("uintptr_t", data)), len(data)
+
+
+def trim_heap() -> None:
+    """Give free pages of the heap back to the system, which the C library keeps after large blocks
+    have come and gone. Milliseconds. (ctypes: it is a call of the C library, and not ours; one
+    that has none needs none.)"""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def crc32c(buffer: Buffer, seed: int = 0) -> int:

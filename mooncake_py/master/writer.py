@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from mooncake_py._native.memory import trim_heap
 from mooncake_py.errors import Backpressure, InternalError, MasterUnavailable, MooncakeError
 from mooncake_py.master.inbox import Call, Limits
 from mooncake_py.master.metadata import MetadataStore
@@ -181,7 +182,8 @@ class Writer:
                 continue
             if isinstance(head, _Snapshot):
                 self._write_snapshot(head)
-                del backlog[0]
+                del backlog[0], head
+                trim_heap()  # else some of its size stays with this process for good
                 continue
             group = [entry for entry in takewhile(_is_commit, backlog)]
             records = [r for entry in group if isinstance(entry, _Commit) for r in entry.records]
