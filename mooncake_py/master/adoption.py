@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mooncake_py.master import records
 from mooncake_py.master.allocator import UNIT_BYTES
@@ -32,10 +32,18 @@ class _Found:
     group: int
     members: int  # of the group
     free_only: bool  # granted without a key: the put was refused if the key was taken
+    claimed: bool = field(default=False, compare=False)  # its place is taken already
 
     @property
     def generation(self) -> int:
         return self.name.generation or self.own
+
+
+def release(state: CatalogState, segment: Segment, found: _Found, now_ms: int) -> None:
+    """The place that was taken for it, if it still is."""
+    if found.claimed and state.members.by_index[segment.index] is segment:
+        state.release(segment.index << PLACE_BITS | found.start, found.units, 0, now_ms)
+    found.claimed = False
 
 
 class Page:
@@ -81,16 +89,21 @@ class Page:
         if found.own in state.tasks.running:
             return True
         if not self._owed(found):
-            return found in self._gathered(found)
+            return found in (each for _, each in self._gathered(found))
         return self._gather(found) if found.group else self._adopt(found)
 
-    def _gathered(self, found: _Found) -> list[_Found]:
+    def _gathered(self, found: _Found) -> list[tuple[Segment, _Found]]:
         of_group = self.state.unrecorded.gathered.get((found.name.tenant, found.group), {})
-        return [each for _, each in of_group.get(found.name.key, ())]
+        return of_group.get(found.name.key, [])
 
     def _gather(self, found: _Found) -> bool:
         """A member of a group, or a part of an object: all are adopted when all are there, for one
-        alone may be worse than none."""
+        alone may be worse than none. Until then its place is taken: nothing may be put there."""
+        if found in (each for _, each in self._gathered(found)):
+            return True  # told again
+        if not self._claim(found):
+            return False
+        found.claimed = True
         gathered = self.state.unrecorded.gathered
         name = (found.name.tenant, found.group)
         group = gathered.setdefault(name, {})
@@ -104,16 +117,25 @@ class Page:
             Page(self.state, self.work, segment, self.now_ms).fits(each)
             for segment, each in everything
         ):
+            for segment, each in everything:
+                self._let_go(segment, each)
             return False
         for segment, each in everything:
             page = pages.setdefault(
                 segment.segment_id, Page(self.state, self.work, segment, self.now_ms)
             )
             page.take(each)
+            release(self.state, segment, each, self.now_ms)
         for page in pages.values():
             if page is not self:
                 page.end()
         return self._whole(group)
+
+    def _let_go(self, segment: Segment, found: _Found) -> None:
+        """It is not adopted: its place is free."""
+        release(self.state, segment, found, self.now_ms)
+        if segment.state != GONE:
+            self.work.unseal(segment.segment_id, found.start, found.length, found.own)
 
     def _whole(self, group: dict[bytes, list[tuple[Segment, _Found]]]) -> bool:
         """Was all of it adopted? Else it ends again."""
@@ -263,9 +285,12 @@ class Page:
         )
 
     def _claim(self, found: _Found) -> bool:
-        """Take its place. What the catalog believes there and is older has ended: the record of its
-        end is among the lost ones."""
+        """Take its place, unless that is done. What the catalog believes there and is older has
+        ended: the record of its end is among the lost ones."""
         allocator = self.segment.allocator
+        if found.claimed:
+            found.claimed = False  # from now on it is the object's
+            return True
         if found.start + found.units > allocator.units:
             return False
         if not allocator.claim(found.start, found.units):

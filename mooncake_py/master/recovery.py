@@ -25,10 +25,11 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from mooncake_py.errors import ObjectNotFound, UsageError
 from mooncake_py.master import records
-from mooncake_py.master.adoption import Page
+from mooncake_py.master.adoption import Page, release
 from mooncake_py.master.allocator import UNIT_BYTES
 from mooncake_py.master.commands import Applied, Inventoried, Inventory, Mount, Refused
 from mooncake_py.master.lifecycle import Event
@@ -99,6 +100,9 @@ def refresh(state: CatalogState, now_ms: int) -> None:
         not each.recorded and each.state != GONE for each in state.members
     )
     if not unrecorded.open:
+        for group in unrecorded.gathered.values():
+            for segment, found in chain.from_iterable(group.values()):
+                release(state, segment, found, now_ms)
         unrecorded.close()
         unrecorded.forget_below(
             min(

@@ -16,6 +16,8 @@ The invariant of all that: *whatever a writer may have been told is stored ends 
 * an expiry ends no grant of a former master as long as a node that may hold it has not told
   (`may_be_stored`): the record of its commit may be among the lost ones. With a store that
   acknowledges after the record there is nothing to wait for;
+* parts and members that wait for others to be told of have their place already (adoption.py): no
+  put is placed over them;
 * an object that was lost with its nodes buries only what is older than itself: a copy of it that no
   record tells of brings it back.
 

@@ -106,6 +106,14 @@ class _Books:
             self.claims[index].append((copy.target & PLACE_MASK, copy.units, "a copy"))
             self.used[index] += copy.units
 
+    def add_gathered(self) -> None:
+        """Parts that wait for the others to be told of have their place already."""
+        for group in self.state.unrecorded.gathered.values():
+            for segment, found in (each for replicas in group.values() for each in replicas):
+                if found.claimed and segment in list(self.state.members):
+                    self.claims[segment.index].append((found.start, found.units, "gathered"))
+                    self.used[segment.index] += found.units
+
     def add_promotions(self) -> None:
         for segment in self.state.members.disks.values():
             assert segment.disk is not None
@@ -204,6 +212,7 @@ def check_invariants(catalog: Catalog) -> None:
     books.add_objects()
     books.add_grants()
     books.add_copies()
+    books.add_gathered()
     books.add_promotions()
     books.add_resting()
     books.check()

@@ -323,6 +323,16 @@ def test_f64_a_group_comes_back_as_a_whole_or_not_at_all(missing: bool) -> None:
     cluster.forget()
     a.recover(driver, a.mount(driver))
     assert cluster.keys() == []  # not before all are there
+    check_invariants(driver.catalog)
+    held = dict(a.sealed)
+    for i in range(4):
+        cluster.put(b"meanwhile%d" % i, preferred_nodes=("a",))
+    assert held.items() <= a.sealed.items()  # what waits was not written over
+    assert {cluster.driver.remove([b"meanwhile%d" % i], force=True).removed for i in range(4)} == {
+        1
+    }
+    for name in [at for at in a.sealed if at not in held]:
+        del a.sealed[name]
     if missing:
         b.sealed.popitem()
     b.recover(driver, b.mount(driver))
