@@ -10,7 +10,7 @@ from tree import GENERATED, ROOT, files, python_files, syntax
 
 ALLOWED = (
     ".gitignore", "MANIFEST.in", "pyproject.toml", "setup.py", "dev", ".ci/run", "LICENSE",
-    "README.md", "ARCHITECTURE.md", "CHANGES/*.md", "design/*.md",
+    "README.md", "ARCHITECTURE.md", "CHANGES/*.md", "design/*.md", "design/*.svg",
     "mooncake_py/*.py", "mooncake_py/*.pyi", "mooncake_py/py.typed",
     "native/abi/*.h", "native/include/*.h", "native/src/*.h", "native/src/*.cc",
     "native/test/*.cc", "native/test/*.h", "native/test/run.sh",
