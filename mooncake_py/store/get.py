@@ -333,7 +333,8 @@ class BatchReader:
             for i, length in zip(todo, lengths, strict=True):
                 call.result.lengths[i] = length
         deadline = call.deadline
-        if sum(map(len, plans)) > len(rows):  # some could be had elsewhere
+        hurried = sum(map(len, plans)) > len(rows)  # some could be had elsewhere
+        if hurried:
             patience_ms = self._hedge_ms
             if not patience_ms or any(not self._may_hedge(call, i) for i in todo):
                 patience_ms = PATIENCE_MS
@@ -350,7 +351,7 @@ class BatchReader:
             for i in todo if call.retried else ():
                 call.result.codes[i] = errors.OK
             return []
-        return self._judge(call, todo, rows, statuses)
+        return self._judge(call, todo, rows, statuses, hurried)
 
     def _attempt_long(
         self, call: _Open, rows: bytes, to: Destinations, deadline: Deadline
@@ -407,8 +408,14 @@ class BatchReader:
         return statuses if any(statuses) else None
 
     def _judge(
-        self, call: _Open, todo: Sequence[int], rows: bytes, statuses: Sequence[int]
+        self,
+        call: _Open,
+        todo: Sequence[int],
+        rows: bytes,
+        statuses: Sequence[int],
+        hurried: bool,
     ) -> list[int]:
+        """hurried: they had a part of the deadline only, for the sake of those with replicas."""
         again: list[int] = []
         stale: list[int] = []
         table = np.frombuffer(rows, EXTENT)
@@ -422,6 +429,9 @@ class BatchReader:
                 self._directory.failed(int(table[at]["segment_index"]), self._clock.now_ms())
                 call.plans[i] = call.plans[i][ROW_BYTES:] + call.plans[i][:ROW_BYTES]
                 again.append(i)
+                continue
+            if code == _LATE and hurried and len(call.plans[i]) == ROW_BYTES:
+                again.append(i)  # there is no other, so it has the whole deadline
                 continue
             call.plans[i] = call.plans[i][ROW_BYTES:]
             if code in (_STALE, _TOO_SMALL) and i not in call.fresh:

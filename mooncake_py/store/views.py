@@ -38,12 +38,12 @@ from mooncake_py.errors import (
 from mooncake_py.master.client import MasterClient
 from mooncake_py.model import EXTENT_HEADER_BYTES
 from mooncake_py.store.buffers import pointer_to
-from mooncake_py.store.get import BatchReader
+from mooncake_py.store.get import PATIENCE_MS, BatchReader
 from mooncake_py.store.outcomes import get_error
 from mooncake_py.store.placement_cache import ROW_BYTES
 from mooncake_py.store.segments import Reach, SegmentDirectory
 from mooncake_py.store.stripes import is_striped
-from mooncake_py.transfer import Peer
+from mooncake_py.transfer import Mapping, Peer
 from mooncake_py.wire.node import HOLD_KIND, HoldReply, HoldRequest
 from mooncake_py.wire.rows import EXTENT
 
@@ -53,6 +53,8 @@ RENEW_MS = 2_000  # or a third of the lease, if that is sooner
 RENEW_MIN_MS = 50
 RENEW_CALL_MS = 10_000
 RELEASE_MS = 5_000
+# What another replica, or a read, may make good.
+_ELSEWHERE = (LeaseExpired, errors.ChecksumMismatch, errors.PeerUnreachable, errors.TransferTimeout)
 
 
 class ObjectView:
@@ -147,49 +149,57 @@ class ViewTaker:
     def find(
         self, key: str, name: bytes, reader: BatchReader, deadline: Deadline
     ) -> ObjectView | None:
-        """A view of the object, wherever it is by now; None: it can be mapped nowhere. Raises what
-        `StoreClient.get_view` does."""
-        rows = reader.recall(name)
-        for last in (False, True):
-            if rows is None:
-                (rows,) = reader.locate([name], deadline)
+        """A view of the object, wherever it is by now; None: it can be viewed nowhere, and whether
+        it can be read, and if not why, a read will say. Raises what `StoreClient.get_view` does."""
+        remembered = reader.recall(name)
+        for known in (remembered, None):
+            rows = reader.locate([name], deadline)[0] if known is None else known
             if not rows:
                 raise get_error(ObjectNotFound.code, key, 0, self._tenant)
             if is_striped(rows):
                 return None  # not in one piece anywhere
             try:
                 return self.take(key, name, rows, deadline)
-            except LeaseExpired:
+            except _ELSEWHERE:
                 reader.cache.forget([name])
-                rows = None
-                if last:
-                    raise get_error(LeaseExpired.code, key, 0, self._tenant) from None
         return None
 
     def take(self, key: str, name: bytes, rows: bytes, deadline: Deadline) -> ObjectView | None:
-        """A view of the first replica that can be mapped; None when none can. LeaseExpired: the
-        rows are stale. Raises ChecksumMismatch, PeerUnreachable, TransferTimeout."""
+        """A view of the first replica that can be viewed; None when none can be mapped. Raises what
+        was wrong with the last one: LeaseExpired (the rows are stale, or its node has another
+        segment by now), ChecksumMismatch, PeerUnreachable, TransferTimeout."""
+        failure: MooncakeError | None = None
         for at in range(0, len(rows), ROW_BYTES):
             row = np.frombuffer(rows[at : at + ROW_BYTES], EXTENT)
             segment = self._directory.segment(int(row["segment_index"][0]))
             if segment.disk_id:
                 continue
-            reach = self._directory.reach(segment, deadline)
-            if reach.mapping is not None:
+            last = at + ROW_BYTES == len(rows)
+            patience_ms = min(RELEASE_MS if last else PATIENCE_MS, deadline.left_ms())
+            patience = Deadline(patience_ms, self._clock)
+            try:
+                reach = self._directory.reach(segment, patience)
+                if reach.mapping is None:
+                    continue
                 left_ms = int(row["expires_ms"][0]) - self._clock.now_ms()
                 self._renew_ms = max(RENEW_MIN_MS, min(self._renew_ms, left_ms // 3))
-                return self._hold_and_check(key, _Hold(name, reach, row.tobytes()), row, reach)
+                hold = _Hold(name, reach, row.tobytes())
+                return self._hold_and_check(key, hold, row, reach.mapping, patience)
+            except _ELSEWHERE as error:
+                failure = error
+        if failure is not None:
+            raise failure
         return None
 
-    def _hold_and_check(self, key: str, hold: _Hold, row: np.ndarray, reach: Reach) -> ObjectView:
-        if reach.mapping is None:
-            raise UsageError("only a mapped segment can be viewed")
-        hold.ask(release=False, timeout_ms=RELEASE_MS)
+    def _hold_and_check(
+        self, key: str, hold: _Hold, row: np.ndarray, mapping: Mapping, patience: Deadline
+    ) -> ObjectView:
+        hold.ask(release=False, timeout_ms=patience.left_ms())
         try:
             start = int(row["offset"][0])
             payload = start + EXTENT_HEADER_BYTES
             end = payload + int(row["length"][0])
-            everything = reach.mapping.view()
+            everything = mapping.view()
             if end > len(everything):
                 raise LeaseExpired("the placement is outside of the segment", key=key)
             before = bytes(everything[start:payload])
@@ -202,7 +212,7 @@ class ViewTaker:
             with suppress(MooncakeError):
                 hold.ask(release=True, timeout_ms=RELEASE_MS)
             raise
-        pointer = pointer_to(reach.mapping.base + payload, everything)
+        pointer = pointer_to(mapping.base + payload, everything)
         return self._keep(key, hold, ffi.buffer(pointer, end - payload))
 
     def _keep(self, key: str, hold: _Hold, data: Any) -> ObjectView:

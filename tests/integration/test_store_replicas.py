@@ -101,6 +101,40 @@ def test_f58_a_late_replica_is_read_all_the_same_when_the_other_is_gone() -> Non
             waking.join()
 
 
+def test_f14_in_a_batch_who_has_no_other_replica_waits_for_a_slow_node() -> None:
+    patient = ["--set", "suspect_ms=8s", "--set", "dead_ms=20s", "--set", "lease_ms=300"]
+    options = ClusterOptions(segment_bytes=16 * MIB, master_arguments=patient)
+    with Cluster(options) as cluster, StoreClient(cluster.address, transports=("tcp",)) as store:
+        one = ReplicaPolicy(preferred_nodes=("node-0",))
+        values = [b"1" * 20_000, b"2" * 20_000]
+        store.put("one", values[0], policy=one)
+        store.put("two", values[1], policy=TWO)
+        assert store.get_batch(["one", "two"]) == values
+        ended = time.monotonic() + 0.35  # the lease has, so the master is asked anew
+        wait_until(lambda: time.monotonic() > ended)
+        send(cluster.nodes[0], signal.SIGSTOP)
+        waking = threading.Timer(1.5, send, (cluster.nodes[0], signal.SIGCONT))
+        waking.start()
+        try:
+            assert store.get_batch(["one", "two"]) == values
+        finally:
+            waking.join()
+
+
+def test_f14_a_view_is_taken_of_another_replica_when_one_is_gone() -> None:
+    """A node that comes back at once, with nothing: the master sends readers there for a moment."""
+    with (
+        Cluster(ClusterOptions(segment_bytes=16 * MIB)) as cluster,
+        StoreClient(cluster.address, transports=("shm",)) as store,
+    ):
+        for i in range(16):
+            store.put(f"view/{i}", b"%d" % i * 3_000, policy=TWO)
+        send(cluster.nodes[0], signal.SIGKILL)
+        for i in range(16):
+            with store.get_view(f"view/{i}") as view:
+                assert bytes(view.memory) == b"%d" % i * 3_000
+
+
 def test_a23_a_hit_that_cannot_be_read_is_a_miss_reported_once() -> None:
     with two_nodes() as cluster, StoreClient(cluster.address, transports=("tcp",)) as store:
         keys = [f"a23/{i}" for i in range(40)]
