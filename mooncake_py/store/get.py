@@ -42,6 +42,7 @@ from mooncake_py.store.stripes import (
     is_striped,
     object_length,
     plan_parts,
+    with_parts,
 )
 from mooncake_py.transfer import TransferEngine
 from mooncake_py.wire.rows import EXTENT
@@ -218,7 +219,7 @@ class BatchReader:
             extents["segment_index"] = np.array(indices, "<u4")[rows["segment_index"]]
         if len(placements.parts):
             self._any_striped = True
-            extents = _with_parts(extents, placements, indices)
+            extents = with_parts(extents, placements, indices)
         extents["expires_ms"] = asked_at_ms + placements.lease_ms
         usable = self.cache.usable(extents, asked_at_ms)
         if usable is not None:
@@ -491,16 +492,3 @@ def _failed_last(rows: bytes, failed: frozenset[int]) -> bytes:
     order = np.argsort(np.isin(table["segment_index"], list(failed)), kind="stable")
     moved: bytes = table[order].tobytes()
     return moved
-
-
-def _with_parts(extents: np.ndarray, placements: Placements, indices: Sequence[int]) -> np.ndarray:
-    """The rows of objects in one piece, and those of parts, in the order of keys."""
-    rows = placements.parts
-    parts = np.zeros(len(rows), dtype=EXTENT)
-    for name in ("key_index", "offset", "length", "generation"):
-        parts[name] = rows[name]
-    parts["segment_index"] = np.array(indices, "<u4")[rows["segment_index"]]
-    parts["tag"] = rows["start"] + np.uint64(1)
-    joined = np.concatenate([extents, parts])
-    ordered: np.ndarray = joined[np.argsort(joined["key_index"], kind="stable")]
-    return ordered

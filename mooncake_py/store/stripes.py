@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mooncake_py._native import ffi
 from mooncake_py._native.reading import Destinations
-from mooncake_py.wire.answers import Grants
+from mooncake_py.wire.answers import Grants, Placements
 from mooncake_py.wire.rows import EXTENT
 
 Rows = npt.NDArray[np.void]
@@ -122,3 +122,16 @@ def parts_of(grants: Grants) -> dict[int, tuple[int, int]]:
             found[generation] = (start, number)
             start += of_key[generation]
     return found
+
+
+def with_parts(extents: np.ndarray, placements: Placements, indices: Sequence[int]) -> np.ndarray:
+    """The rows of objects in one piece, and those of parts, in the order of keys."""
+    rows = placements.parts
+    parts = np.zeros(len(rows), dtype=EXTENT)
+    for name in ("key_index", "offset", "length", "generation"):
+        parts[name] = rows[name]
+    parts["segment_index"] = np.array(indices, "<u4")[rows["segment_index"]]
+    parts["tag"] = rows["start"] + np.uint64(1)
+    joined = np.concatenate([extents, parts])
+    ordered: np.ndarray = joined[np.argsort(joined["key_index"], kind="stable")]
+    return ordered
