@@ -191,7 +191,7 @@ class TransportBattery(LifetimeBattery):
         expected = source[offsets[:, None] + np.arange(length)]
         assert np.array_equal(target.reshape(n, length), expected)
 
-    def test_a34_what_is_outside_is_refused_slice_by_slice(self, two: Pair) -> None:
+    def test_f24_a34_what_is_outside_is_refused_slice_by_slice(self, two: Pair) -> None:
         region = two.region(4096, access="read_write")
         huge = (1 << 64) - 1
         good = [(0, 4096), (4096, 0), (4095, 1)]
@@ -236,7 +236,7 @@ class TransportBattery(LifetimeBattery):
             two.near.write(two.peer, slices_for(region, source, [(0, 4096)]), timeout_ms=MS)
         assert two.tell("crc", region=region) == before
 
-    def test_after_deregistering_every_access_is_refused(self, two: Pair) -> None:
+    def test_f24_after_deregistering_every_access_is_refused(self, two: Pair) -> None:
         region = two.region(2 * PART, access="read_write")
         target = np.zeros(2 * PART, np.uint8)
         slices = slices_for(region, target, [(0, 2 * PART)])

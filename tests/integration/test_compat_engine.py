@@ -69,7 +69,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     return made
 
 
-def test_f50_a_returned_write_is_in_the_peers_memory(engine: TransferEngine, peer: Peer) -> None:
+def test_f24_f50_a_write_that_returned_is_there(engine: TransferEngine, peer: Peer) -> None:
     local = np.random.default_rng(1).integers(0, 256, 1 << 20).astype(np.uint8)
     at = local.ctypes.data
     assert engine.register_memory(at, local.nbytes) == 0
@@ -91,7 +91,7 @@ def test_f50_a_returned_write_is_in_the_peers_memory(engine: TransferEngine, pee
     assert engine.send_probe(peer.session) == 0
 
 
-def test_f50_an_asynchronous_batch_is_done_when_all_of_it_is(
+def test_f24_f50_an_asynchronous_batch_is_done_when_all_of_it_is(
     engine: TransferEngine, peer: Peer
 ) -> None:
     """Upstream looks at the first task only and says done with most bytes missing."""
@@ -119,7 +119,7 @@ def _is_done(code: int) -> bool:
     return True
 
 
-def test_f50_wrong_calls_have_their_codes(engine: TransferEngine, peer: Peer) -> None:
+def test_f24_f50_wrong_calls_have_their_codes(engine: TransferEngine, peer: Peer) -> None:
     memory = np.zeros(4096, np.uint8)
     at = memory.ctypes.data
     assert TransferEngine().register_memory(at, 10) == -1

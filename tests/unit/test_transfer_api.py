@@ -89,7 +89,7 @@ def test_a_dropped_engine_ends_its_handlers() -> None:
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp", "fake"])
-def test_a_notification_finds_the_data_that_was_written_before_it(transport: str) -> None:
+def test_f24_a_notification_finds_the_data_that_was_written_before_it(transport: str) -> None:
     with (
         listening(transports=(transport,)) as there,
         TransferEngine(EngineOptions(transports=(transport,))) as here,
