@@ -435,7 +435,8 @@ class BatchReader:
                 again.append(i)  # there is no other, so it has the whole deadline
                 continue
             call.plans[i] = call.plans[i][ROW_BYTES:]
-            if code in (_STALE, _TOO_SMALL) and i not in call.fresh:
+            may_ask = i not in call.fresh and call.questions < QUESTIONS_MAX
+            if code in (_STALE, _TOO_SMALL) and may_ask:
                 stale.append(i)
             elif code == _BUSY:
                 again += [i] if call.plans[i] else []
