@@ -21,7 +21,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -206,9 +205,11 @@ class Soak:
         end = time.monotonic() + RECOVERY_S
         good, dice, target = self.good, random.Random(0), np.zeros(REGION_BYTES, np.uint8)
         while self.good == good and time.monotonic() < end:
-            with suppress(MooncakeError, ValueError, LookupError):  # `fake` may lose it
+            try:
                 region = self.meet(-1, dice, MS)
                 self.one(dice, self.peers[-1], region, target, MS)
+            except (MooncakeError, ValueError, LookupError):
+                self.hang_up()  # `fake` may have fallen silent for good
         if self.good == good:
             self.wrong.append("nothing works when nothing disturbs")
 
