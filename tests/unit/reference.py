@@ -26,9 +26,14 @@ class Kept:
     hard_pin: bool = False
     soft_pin_until: int = 0
     ttl_until: int = 0
+    stored_ms: int = 0
 
     def evictable(self, now_ms: int) -> bool:
         return not self.hard_pin and self.leased_until <= now_ms
+
+    def spared(self, now_ms: int, spare_ms: int) -> bool:
+        """May it stay although it could go: just stored, while others are read?"""
+        return self.stored_ms > now_ms - spare_ms
 
 
 @dataclass
@@ -215,10 +220,13 @@ class Reference:
         )
 
     def _judge_full(self, length: int, policy: dict[str, int]) -> None:
+        spare_ms = self.driver.settings.spare_ms
         left = [
             key
             for key, kept in self.objects.items()
-            if kept.evictable(self.now) and self._placeable(kept.segments)
+            if kept.evictable(self.now)
+            and not kept.spared(self.now, spare_ms)
+            and self._placeable(kept.segments)
         ]
         strict = policy.get("strict") and policy.get("replica_count", 1) > 1
         assert strict or not left or not self._fits(length), f"full although {left} could go"
@@ -255,6 +263,7 @@ class Reference:
                     begun.hard_pin,
                     self.now + begun.soft_pin_ms if begun.soft_pin_ms else 0,
                     self.now + begun.ttl_ms if begun.ttl_ms else 0,
+                    self.now,
                 )
             return
         kept = self.objects.get(key)

@@ -46,7 +46,7 @@ from mooncake_py.model import ReplicaPolicy
 KEYS = [b"k%02d" % i for i in range(12)]
 NODES = ("a", "b", "c")
 SETTINGS = CatalogSettings(
-    tick_ms=10, grant_ttl_ms=100, grant_margin_ms=40, lease_ms=50, lease_max_ms=300,
+    tick_ms=10, grant_ttl_ms=100, grant_margin_ms=40, lease_ms=50, lease_max_ms=300, spare_ms=30,
     heartbeat_ms=10, suspect_ms=40, dead_ms=200, doubt_ms=60, reclaim_max=2,
     generation_block=1 << 13, objects_max=1 << 12,
 )  # fmt: skip
