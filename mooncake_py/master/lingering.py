@@ -117,6 +117,10 @@ class Lingering:
         self._of_name: defaultdict[Name, list[_Entry]] = defaultdict(list)
         self._of_extent: dict[tuple[int, int], _Entry] = {}  # (segment id, generation)
         self._former = (0, 0)  # generations below this, leases until then
+        # Likewise of objects that no record tells of, while a node may have such or was lost with
+        # them. Without a log there may have been no former master: none is waited for.
+        self._unrecorded_until_ms = 0
+        self._lost_untold = False
         self.longest_ms: int | None = None  # lease that may run, as the log says; None: it does not
         self._shorter_at_ms = 0  # when those that are longer than usual will have ended
 
@@ -134,6 +138,8 @@ class Lingering:
         longest_ms = most_ms if self.longest_ms is None else max(self.longest_ms, usual_ms)
         self._former = (generation, now_ms + grace_ms + longest_ms)
         self._shorter_at_ms = self._former[1]
+        self._unrecorded_until_ms = 0 if new else self._former[1]
+        self._lost_untold = False
         return self._record(usual_ms if new else longest_ms)
 
     def lengthen(self, length_ms: int, now_ms: int) -> list[bytes]:
@@ -155,6 +161,15 @@ class Lingering:
             return []
         self.longest_ms = longest_ms
         return [records.encode(records.Leases(longest_ms))]
+
+    def lose_untold(self) -> None:
+        """A node was lost before it has told what it has that no record tells of."""
+        self._lost_untold = True
+
+    def unrecorded_until(self, owed: bool) -> int:
+        """Until then any key may be read, although no object of it is known. `owed`: a node is to
+        tell yet."""
+        return self._unrecorded_until_ms if owed or self._lost_untold else 0
 
     def former_lease(self, generation: int) -> int:
         below, until_ms = self._former

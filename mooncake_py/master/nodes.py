@@ -145,6 +145,8 @@ def leave(state: CatalogState, work: Work, segment: Segment, now_ms: int) -> Non
 def lose_segment(state: CatalogState, work: Work, segment: Segment, now_ms: int) -> None:
     """From now on nothing is on it. Its grants and objects are forgotten by `reclaim`, a few a
     tick; what must not wait for that looks whether the segment is gone."""
+    if not segment.recorded:
+        state.lingering.lose_untold()
     state.members.set_state(segment, GONE)
     segment.lost_units = segment.used_units
     state.leaving.append(Leaving(segment, state.running_puts()))

@@ -177,6 +177,21 @@ def test_a08_leases_of_a_former_master_are_no_longer_than_those_it_gave() -> Non
     assert Term(term.log).former_leases_ms() == SETTINGS.lease_ms
 
 
+def test_a08_what_no_record_tells_of_may_be_read_until_its_node_tells_or_leases_end() -> None:
+    first = Term([])
+    log = first.log  # a put that comes now is acknowledged, read, and lost with its record
+    driver = Driver(SETTINGS)
+    driver.catalog.restore(None, log, driver.now_ms)
+    driver.catalog.begin_term(2, driver.now_ms)
+    until = driver.now_ms + SETTINGS.lease_ms
+    assert remove(driver, b"k").hold_until_ms == until
+    driver.pass_time(SETTINGS.suspect_ms + 100, alive=False)
+    driver.mount("a", 1 << 20, incarnation=2)  # without what it had
+    assert remove(driver, b"k").hold_until_ms == until, "its memory may be mapped"
+    driver.pass_time(100)
+    assert remove(first.driver, b"k").hold_until_ms == 0, "there was no master before"
+
+
 @pytest.mark.parametrize("how", ["older release", "damaged"])
 def test_a08_a_log_that_does_not_tell_of_leases_may_have_had_any(how: str) -> None:
     term = Term([])
