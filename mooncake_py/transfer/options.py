@@ -117,9 +117,14 @@ def _advertised(options: EngineOptions) -> str:
 
 def _interfaces(options: EngineOptions) -> list[str]:
     """The network cards by rank, where there is a choice."""
-    if len(socket.if_nameindex()) <= 2 or set(options.transports) <= {"local", "shm"}:
-        return []  # with one there, beside the loopback, nothing is to be chosen
-    topology = parse(read_snapshot())
+    if set(options.transports) <= {"local", "shm"}:
+        return []
+    try:
+        if len(socket.if_nameindex()) <= 2:
+            return []  # with one there, beside the loopback, nothing is to be chosen
+        topology = parse(read_snapshot())
+    except OSError:  # no descriptor is left; the native core says so with its remedy
+        return []
     return [nic.name for nic in topology.rank(topology.interfaces) if "," not in nic.name]
 
 
