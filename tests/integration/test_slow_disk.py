@@ -106,20 +106,30 @@ def test_a20_f41_a_slow_disk_holds_up_neither_puts_nor_reads_of_memory_nor_liven
         put_ms = [1_000 * timed(store.put, f"more{i}", value("more", NBYTES))[0] for i in range(40)]
         store.put("hot", value("hot"))
         cluster.options = replace(cluster.options, node_arguments=(), segment_bytes=256 * MIB)
-        joins = threading.Thread(target=cluster.start_node)
+        joined, over = threading.Event(), threading.Event()
+
+        def join() -> None:
+            cluster.start_node()
+            joined.set()
+            over.wait(60)  # the node ends with the thread that has started it
+
+        joins = threading.Thread(target=join)
         joins.start()
         hot_ms, states = [], set()
-        while joins.is_alive() or len(hot_ms) < 200:
+        while (joins.is_alive() and not joined.is_set()) or len(hot_ms) < 200:
             took, found = timed(store.get, "hot")
             assert found == value("hot") or isinstance(found, ObjectNotFound)
             hot_ms.append(1_000 * took)
             states |= {each.state for each in status(cluster).segments}
         done.set()
-        for each in [*readers, joins]:
+        for each in readers:
             each.join(30)
+        assert joined.is_set()
         assert not wrong
         assert states == {"alive"}
         assert numbers(cluster)["suspects"] == 0
+        over.set()
+        joins.join(30)
         assert sorted(put_ms)[len(put_ms) // 2] < WAIT_MS / 2, "puts wait for the disk"
         assert sorted(hot_ms)[len(hot_ms) // 2] < WAIT_MS / 2, "reads of memory wait for the disk"
 

@@ -130,7 +130,7 @@ def test_f03_registered_memory_is_source_and_target(store: StoreClient, kind: st
         assert store.get_batch(keys, slices) == [40_000] * 60
         assert [bytes(piece) for piece in slices] == copies
         del array, slices
-    assert store.put("after", b"a" * 100_000) is None
+    assert store.put("after", b"a" * 100_000) == 1
 
 
 def test_a46_registered_memory_is_held(near: StoreClient) -> None:
