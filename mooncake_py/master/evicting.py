@@ -58,6 +58,18 @@ def evict(
     return freed
 
 
+def evict_what_disks_hold(state: CatalogState, work: Work, now_ms: int) -> int:
+    """The next one leaves memory if a disk has it, too: for those that can do without the room. The
+    units that became free."""
+    slot, _ = _next(state, now_ms, None)
+    if slot < 0 or not state.table.flags[slot] & ON_DISK or not _helps(state, slot):
+        return 0
+    if state.table.flags[slot] & GROUP and state.leased_until(slot) > now_ms:
+        return 0
+    state.tenants.at(state.table.tenant[slot]).counters["evictions"] += 1
+    return _let_go(state, work, slot, "", now_ms)
+
+
 def _let_go(state: CatalogState, work: Work, slot: int, cause: str, now_ms: int) -> int:
     members = state.members
     if not state.table.flags[slot] & ON_DISK:

@@ -26,7 +26,7 @@ from mooncake_py.master.audits import audit, drop_strays, lives
 from mooncake_py.master.commands import Applied, Refused
 from mooncake_py.master.disk_commands import DiskTasks, DiskWork
 from mooncake_py.master.disks import Disk, Offload, Promotion, Ready, disk_units
-from mooncake_py.master.evicting import evict, still_ready
+from mooncake_py.master.evicting import evict_what_disks_hold, still_ready
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, GONE, Segment
 from mooncake_py.master.objects import COLD, HARD_PIN, ON_DISK, PARKED, PLACE_BITS, PLACE_MASK
@@ -265,7 +265,7 @@ def _want(
     state: CatalogState, work: Work, segment: Segment, name: tuple[str, bytes, int], now_ms: int
 ) -> None:
     """A cold object was read again: let it have a replica in the memory of its node, if that can
-    be without squeezing others out that are in use."""
+    be without squeezing others out that are in use, or on no disk yet."""
     disk = segment.disk
     assert disk is not None
     tenant = state.tenants.find(name[0])
@@ -306,7 +306,7 @@ def _memory_place(state: CatalogState, work: Work, node: str, units: int, now_ms
             if start >= 0:
                 home.used_units += units
                 return home.index << PLACE_BITS | start
-            if not evict(state, work, units, now_ms, 1):
+            if not evict_what_disks_hold(state, work, now_ms):
                 break
     return -1
 

@@ -163,6 +163,26 @@ def test_f42_the_second_read_promotes(tier: Tier) -> None:
     assert tier.node.offloaded == before
 
 
+def test_f42_a_promotion_drops_nothing_that_is_on_no_disk_yet() -> None:
+    """The disk is behind: what was put last is in memory alone, and so it stays."""
+    tier = Tier(SETTINGS)
+    tier.node = DiskNode("none", 1)
+    tier.begin(4 * DISK_BYTES)
+    tier.fill(100)
+    everything = tier.keys(0, 100)
+    wanted = []
+    for key in tier.keys(0, 30):
+        wanted.append(("t", key, place_rows(tier.locate([key]))[0][4]))
+    tier.pass_time(2_000)
+    for _ in range(3):
+        for at in range(0, len(wanted), 8):
+            tier.apply(tier.node.ask(wanted[at : at + 8]))
+            tier.pass_time(50)
+    assert tier.exists(everything) == [1] * 100
+    assert tier.numbers()["disk_promotions_refused"] > 0
+    check_invariants(tier.catalog)
+
+
 def test_f42_a_removed_object_is_promoted_to_nothing(tier: Tier) -> None:
     tier.fill(100)
     generation = place_rows(tier.locate([b"k0"]))[0][4]
