@@ -118,7 +118,8 @@ class Lingering:
         self._of_extent: dict[tuple[int, int], _Entry] = {}  # (segment id, generation)
         self._former = (0, 0)  # generations below this, leases until then
         # Likewise of objects that no record tells of, while a node may have such or was lost with
-        # them. Without a log there may have been no former master: none is waited for.
+        # them. Without a log there may have been no former master: none is waited for. Nor where
+        # puts are acknowledged by their record (removal.py asks): of those nobody was told.
         self._unrecorded_until_ms = 0
         self._lost_untold = False
         self.longest_ms: int | None = None  # lease that may run, as the log says; None: it does not

@@ -66,7 +66,8 @@ def remove(state: CatalogState, command: Remove, now_ms: int) -> Applied:
         return Applied(Refused(UsageError.code, fault))
     tenant = state.tenants.find(command.tenant)
     work = Work()
-    work.hold(state.lingering.unrecorded_until(state.unrecorded.open))
+    if not state.unrecorded.durable_puts:
+        work.hold(state.lingering.unrecorded_until(state.unrecorded.open))
     if state.unrecorded.open:
         _bury(state, work, command, now_ms)
     if tenant is None:  # or forgotten, with objects that a reader may still have a lease of

@@ -190,6 +190,10 @@ def test_a08_what_no_record_tells_of_may_be_read_until_its_node_tells_or_leases_
     assert remove(driver, b"k").hold_until_ms == until, "its memory may be mapped"
     driver.pass_time(100)
     assert remove(first.driver, b"k").hold_until_ms == 0, "there was no master before"
+    durable = Driver(SETTINGS)
+    durable.catalog.restore(None, log, durable.now_ms)
+    durable.catalog.begin_term(2, durable.now_ms, durable_puts=True)
+    assert remove(durable, b"k").hold_until_ms == 0, "nobody was told of what has no record"
 
 
 @pytest.mark.parametrize("how", ["older release", "damaged"])

@@ -60,7 +60,7 @@ def test_handlers_get_every_message_and_end_with_the_engine(transport: str) -> N
                 peer.request(1, b"bad", timeout_ms=50)
             for i in range(50):
                 assert peer.request(1, b"%d" % i, timeout_ms=MS) == b"%d" % i * 2
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # one of another test may have ended meanwhile
 
 
 def test_a_handler_may_close_its_engine() -> None:
@@ -85,7 +85,7 @@ def test_a_dropped_engine_ends_its_handlers() -> None:
     del engine
     for thread in threads:
         thread.join(MS / 1000)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # one of another test may have ended meanwhile
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp", "fake"])
