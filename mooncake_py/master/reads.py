@@ -273,10 +273,12 @@ def report(state: CatalogState, command: Report, now_ms: int) -> Applied:
             state.lose_replica(work, slot, segment.index, Event.DAMAGED, now_ms)
         elif code in _UNREACHED:
             state.counters["reports_unreached"] += 1
+            missed = now_ms - segment.seen_ms > 2 * state.settings.heartbeat_ms
+            if code == TransferTimeout.code and not missed:
+                continue  # it was late by the reader's clock, and the reader may have stood still
             state.doubts[state.table.generation[slot], segment.index] = (
                 now_ms + state.settings.doubt_ms
             )
-            missed = now_ms - segment.seen_ms > 2 * state.settings.heartbeat_ms
             if missed and segment.state in (ALIVE, DRAINING):
                 state.members.set_state(segment, SUSPECT)
     return work.done(Statuses(bytes([OK]) * len(keys)), now_ms)

@@ -164,6 +164,7 @@ def test_f68_a_stopped_decode_side_is_taken_up_again_once_it_answers_a_probe(
     peers = list(side.manager.decode_kv_args_table)
     (session,) = [name for name in peers if engine.send_probe(name) == 0]
     os.kill(decode.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, decode.pid, os.WSTOPPED | os.WNOWAIT)  # all its threads stand
     start_s = time.monotonic()
     assert engine.send_probe(session) < 0
     assert time.monotonic() - start_s < 5

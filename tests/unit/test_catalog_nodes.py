@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from catalog_model import Driver, check_invariants
 
-from mooncake_py.errors import ObjectNotFound, UsageError
+from mooncake_py.errors import ObjectNotFound, TransferTimeout, UsageError
 from mooncake_py.master.commands import (
     Drain,
     DrainInfo,
@@ -212,6 +212,21 @@ def test_a23_an_unreachable_placement_is_not_given_out_for_a_while(driver: Drive
     assert state_of(driver, segment_id) == "alive", "one client's word is not enough"
     driver.pass_time(S.doubt_ms + S.tick_ms)
     assert driver.exists([b"k"]) == [1]
+
+
+def test_a23_what_was_late_for_one_reader_is_doubted_only_if_its_node_is_silent(
+    driver: Driver,
+) -> None:
+    """The reader may have stood still itself."""
+    driver.put([b"k"])
+    segment_id = driver.a  # type: ignore[attr-defined]
+    generation = driver.catalog.state.table.generation[0]
+    late = Report("t", [b"k"], [generation], [segment_id], [TransferTimeout.code])
+    driver.apply(late)
+    assert driver.exists([b"k"]) == [1]
+    driver.now_ms += 2 * S.heartbeat_ms + 1
+    driver.apply(late)
+    assert driver.exists([b"k"]) == [0]
 
 
 def test_a_report_and_a_missed_heartbeat_make_a_node_suspect(driver: Driver) -> None:
