@@ -139,7 +139,8 @@ class Lingering:
         longest_ms = most_ms if self.longest_ms is None else max(self.longest_ms, usual_ms)
         self._former = (generation, now_ms + grace_ms + longest_ms)
         self._shorter_at_ms = self._former[1]
-        self._unrecorded_until_ms = 0 if new else self._former[1]
+        # (Who has a longer lease than usual got it when the object's record was durable: reads.py.)
+        self._unrecorded_until_ms = 0 if new else now_ms + grace_ms + usual_ms
         self._lost_untold = False
         return self._record(usual_ms if new else longest_ms)
 
