@@ -18,6 +18,10 @@ for, the log says how long the longest one is that may run (`LEASES`): before on
 given, and again when such ones have ended. A log that does not say so (an older one, or one with
 damage) may have had any; so may a cluster whose log is lost and whose segments are adopted.
 
+Of an object that no record tells of (unrecorded.py: an embedded master acknowledged its put and was
+killed) the next master knows nothing, and its reader may have a lease. So while a node has yet to
+tell, or was lost before it told, every removal waits for the end of usual leases of that time.
+
 Bounded by the leases: an entry stays for `lease_max_ms` at most. Not in the records: a master that
 begins compares what nodes hold with what it knows (recovery.py), but a key that had ended before
 its time has no entry here.

@@ -4,8 +4,9 @@ Rules. Exists answers yes for a complete object with a replica that a reader may
 changes nothing. Locate answers such replicas, renews the lease and counts as the access that the
 order of eviction goes by. A report of a replica whose *bytes* are wrong ends that replica; a report
 that a node could not be *reached* takes the placement out of answers for `doubt_ms`, and makes the
-node suspect if it missed a heartbeat as well. A report that names another generation is late and
-changes nothing. Pure.
+node suspect if it missed a heartbeat as well. A mere timeout counts only if it did: the reader may
+have stood still, or given less time than a disk takes. A report that names another generation is
+late and changes nothing. Pure.
 """
 
 from __future__ import annotations
