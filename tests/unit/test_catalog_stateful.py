@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 from reference import Reference
 
-from mooncake_py.errors import ObjectNotFound, QuotaExceeded
+from mooncake_py.errors import ObjectNotFound, QuotaExceeded, TransferTimeout
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
     CopyObjects,
@@ -253,6 +253,10 @@ class CatalogMachine(RuleBasedStateMachine):
         segment_id = data.draw(st.sampled_from(sorted(kept.segments)))
         stale = data.draw(st.booleans())
         generation = kept.generation - stale
+        segment = self.driver.catalog.state.members.by_id[segment_id]
+        heard_ms = self.driver.now_ms - segment.seen_ms
+        believed = code != TransferTimeout.code or heard_ms > 2 * SETTINGS.heartbeat_ms
+        already = (kept.generation, segment.index) in self.driver.catalog.state.doubts
         applied = self.driver.apply(Report("t", [key], [generation], [segment_id], [code]))
         if stale:
             assert not applied.records
@@ -262,7 +266,12 @@ class CatalogMachine(RuleBasedStateMachine):
                 self.reference.objects.pop(key)
         else:
             located = self.driver.locate([key])
-            assert segment_id not in located.segment_ids
+            if believed or already or not segment.readable:
+                assert segment_id not in located.segment_ids
+            elif not kept.ttl_until or kept.ttl_until > self.driver.now_ms:
+                assert segment_id in located.segment_ids, (
+                    "late for one reader is no miss for others"
+                )
             if located.status[0] == 0:
                 kept.leased_until = self.driver.now_ms + located.lease_ms
 
