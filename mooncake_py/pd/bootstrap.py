@@ -12,10 +12,12 @@ rank that publishes again replaces its address; one with another layout replaces
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,7 +32,8 @@ BODY_MAX = 64 << 10
 INSTANCES_MAX = 10_000
 CONNECTIONS_MAX = 256
 READ_S = 5.0  # a request that does not arrive in time is dropped
-_PATH = re.compile(r"/v1/instances(?:/([^/]{1,200})(?:/ranks/(\d{1,6}))?)?")
+NAME_MAX = 200
+_PATH = re.compile(r"/v1/instances(?:/([^/]{1,2400})(?:/ranks/(\d{1,6}))?)?")
 _POLL_S = 0.05
 
 
@@ -134,7 +137,10 @@ class _Handler(BaseHTTPRequestHandler):
         found = _PATH.fullmatch(self.path)
         if found is None:
             return "", -1
-        return found[1], None if found[2] is None else int(found[2])
+        name = None if found[1] is None else urllib.parse.unquote(found[1])
+        if name is not None and len(name) > NAME_MAX:
+            return "", -1
+        return name, None if found[2] is None else int(found[2])
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
@@ -190,7 +196,7 @@ class Bootstrap:
 def publish_rank(url: str, name: str, layout: KvLayout, address: str, *, timeout_ms: int) -> None:
     """Tell the bootstrap where this prefill rank is. UsageError, PeerUnreachable."""
     body = {"address": address, "layout": layout.to_json()}
-    _call("PUT", f"{url}/v1/instances/{name}/ranks/{layout.rank}", body, timeout_ms)
+    _call("PUT", f"{_instance(url, name)}/ranks/{layout.rank}", body, timeout_ms)
 
 
 def find_instance(
@@ -204,12 +210,18 @@ def find_instance(
     while True:
         left_ms = max(1, deadline_ms - clock.now_ms())
         with suppress(MasterUnavailable):  # 404: not yet
-            found = _call("GET", f"{url}/v1/instances/{name}", None, left_ms)
+            found = _call("GET", _instance(url, name), None, left_ms)
             layout = KvLayout.from_json(found.get("layout"))
             return PrefillInstance(layout, tuple(found.get("addresses", ())))
         if clock.now_ms() >= deadline_ms:
             raise PeerUnreachable("the instance is not complete at the bootstrap", instance=name)
         pause.wait(_POLL_S)
+
+
+def _instance(url: str, name: str) -> str:
+    if not 1 <= len(name) <= NAME_MAX:
+        raise UsageError(f"an instance has a name of 1 to {NAME_MAX} characters", name=name[:300])
+    return f"{url}/v1/instances/{urllib.parse.quote(name, safe='')}"
 
 
 def _call(method: str, url: str, body: dict[str, Any] | None, timeout_ms: int) -> dict[str, Any]:
@@ -223,6 +235,6 @@ def _call(method: str, url: str, body: dict[str, Any] | None, timeout_ms: int) -
         if error.code == 404:
             raise MasterUnavailable(cause, url=url) from error
         raise UsageError(cause, url=url) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeerUnreachable(f"the bootstrap did not answer: {error}", url=url) from error
     return found if isinstance(found, dict) else {}

@@ -35,9 +35,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from mooncake_py._native import ffi
 from mooncake_py.clock import Deadline
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
 from mooncake_py.model import OBJECT_MAX_BYTES
+from mooncake_py.store.buffers import source_span
 from mooncake_py.store.outcomes import GetOutcome
 from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.stripes import object_length
@@ -165,6 +167,12 @@ class _Written:
         return None if spans[0][1] >= nbytes else (spans[0][1], spans[1][0])
 
 
+def _bytes_of(part: Any) -> memoryview:
+    """To be used while the part is alive."""
+    span = source_span(part)
+    return memoryview(ffi.buffer(ffi.cast("char *", span.address), span.nbytes)).cast("B")
+
+
 class WriteSession:
     """Made by `StoreClient.session` with sizes."""
 
@@ -202,13 +210,14 @@ class WriteSession:
         return f"<WriteSession of {len(self._keys)} keys, {nbytes} bytes, {state}>"
 
     def write(self, offset: int, parts: Sequence[Any]) -> None:
-        """Part i goes to `offset` of object i; None leaves that object as it is. Raises UsageError
-        when a part does not fit, and then nothing was written."""
+        """Part i (bytes, a buffer or a CPU tensor) goes to `offset` of object i; None leaves that
+        object as it is. Raises UsageError when a part does not fit or has no bytes to read, and
+        then nothing was written."""
         if self._memory is None:
             raise UsageError("the session has ended")
         if len(parts) != len(self._keys):
             raise UsageError("one part a key", keys=len(self._keys), parts=len(parts))
-        given = [None if part is None else memoryview(part).cast("B") for part in parts]
+        given = [None if part is None else _bytes_of(part) for part in parts]
         for key, view, part in zip(self._keys, self._views, given, strict=True):
             if part is not None and not 0 <= offset <= len(view) - len(part):
                 raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -359,6 +360,33 @@ def test_a84_hostile_words_change_nothing() -> None:
 def url() -> Iterator[str]:
     with Bootstrap() as bootstrap:
         yield bootstrap.url
+
+
+@pytest.mark.parametrize("name", ["prefill 0", "a/b", "ü?#%2f", "x" * 200])
+def test_an_instance_may_have_any_name(url: str, name: str) -> None:
+    publish_rank(url, name, layout(), "a:1", timeout_ms=CALL_MS)
+    assert find_instance(url, name, timeout_ms=CALL_MS).addresses == ("a:1",)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201])
+def test_an_instance_without_a_usable_name_is_refused(url: str, name: str) -> None:
+    with pytest.raises(UsageError, match="name of 1 to 200"):
+        publish_rank(url, name, layout(), "a:1", timeout_ms=CALL_MS)
+
+
+def test_what_is_no_http_at_the_bootstrap_is_a_typed_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as one:
+                one.recv(4096)
+                one.sendall(b"\0\1\2 is this HTTP?\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(PeerUnreachable, match="did not answer"):
+            find_instance(f"http://127.0.0.1:{server.getsockname()[1]}", "x", timeout_ms=CALL_MS)
+        thread.join(CALL_MS / 1000)
 
 
 def test_a49_a_bootstrap_knows_complete_instances_only(url: str) -> None:

@@ -141,6 +141,16 @@ def test_f33_what_was_not_written_whole_is_refused_and_the_rest_is_stored(
     assert stored == [b"12345678", b"", b"12345678", b"12345678"]
 
 
+@pytest.mark.parametrize("part", ["text", 7, np.zeros((4, 4), np.uint8)[:, ::2], object()])
+def test_f33_a_part_without_bytes_of_its_own_is_refused_before_any_is_written(
+    store: StoreClient, part: object
+) -> None:
+    with store.session(["f33/ok", "f33/bad"], sizes=[4, 4]) as writing:
+        with pytest.raises(UsageError, match="contiguous buffer"):
+            writing.write(0, [b"abcd", part])
+        assert [bytes(view) for view in writing.views] == [bytes(4)] * 2
+
+
 def test_f33_what_is_written_through_views_is_the_callers_word(store: StoreClient) -> None:
     with store.session(["by hand"], sizes=[4]) as writing:
         writing.views[0][1:3] = b"ab"
