@@ -115,6 +115,8 @@ void Connection::act_on_progress(InStream::Outcome outcome,
     case InStream::Outcome::kMore:
       if (backlogged()) {
         crowded_ = true;
+        // Work that ended just before saw no crowd, and would not come back to resume.
+        if (!backlogged()) crowded_ = false;
         update_interest();
       }
       break;

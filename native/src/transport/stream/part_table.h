@@ -45,7 +45,7 @@ class PartTable {
     entry.batch = batch;
     entry.part = part;
     entry.unsent = false;
-    ++entry.generation;
+    if (++entry.generation == 0) entry.generation = 1;  // after 2^32 parts: no tag is 0
     return uint64_t{entry.generation} << 32 | index;
   }
 
