@@ -69,7 +69,19 @@ def begin_term(
     )
     record = state.unrecorded.begin(state.next_generation, durable_puts)
     refresh(state, now_ms)
-    return [record, *leases]
+    return [record, *leases, *_drops(state, now_ms)]
+
+
+def _drops(state: CatalogState, now_ms: int) -> list[bytes]:
+    """What ended while the state was made from records, and which none of them names."""
+    by_end: dict[int, list[int]] = {}
+    for generation, until_ms in state.unrecorded_drops:
+        by_end.setdefault(until_ms, []).append(generation)
+    state.unrecorded_drops.clear()
+    return [
+        records.encode(records.Drops(now_ms, until_ms, generations))
+        for until_ms, generations in by_end.items()
+    ]
 
 
 def term_wanted(state: CatalogState, command: Mount, now_ms: int) -> int:

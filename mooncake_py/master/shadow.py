@@ -86,6 +86,9 @@ class Shadow:
         """Make the state one that decides. False: claims contradict each other."""
         state = self.state
         state.free_rested(now_ms)
+        if self._broken:
+            for put in filter(_is_grouped, self._running_puts()):
+                state.groups.begin(put)  # so that members in writing are ended with theirs
         for name in sorted(self._broken):
             state.drop_group(name, now_ms)
         slots = state.table.live_slots()
@@ -94,7 +97,7 @@ class Shadow:
         _column(state.table.stamp)[slots] = now_ms
         state.ttls.rebuild()
         state.open_grants = 0
-        for put in {id(put): put for put, _ in self._valid_grants()}.values():
+        for put in self._running_puts():
             state.watch_grants(put)
         find_short(state)
         for segment in state.members:
@@ -122,6 +125,9 @@ class Shadow:
         for pool in self._pinned:
             pool.victim(self._now_ms)  # lets soft pins end
         self._pinned.clear()
+
+    def _running_puts(self) -> list[Put]:
+        return list({id(put): put for put, _ in self._valid_grants()}.values())
 
     # --- records --------------------------------------------------------------------------------
 
@@ -448,6 +454,10 @@ class Shadow:
 def _column(one: MutableSequence[int]) -> NDArray[np.uint64]:
     """A column of the object table for many values."""
     return np.frombuffer(cast("memoryview[int]", one), dtype=np.uint64)
+
+
+def _is_grouped(put: Put) -> bool:
+    return bool(put.groups)
 
 
 def extent_units_many(lengths: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -70,14 +70,13 @@ class CatalogState:
         )
         self.disks = DiskLists(self.table, settings.objects_max)
         self.members = Membership(settings, self.disks)
-        self.order = EvictionOrder(self.table)
-        self.resting = RestingExtents()
+        self.order, self.resting = EvictionOrder(self.table), RestingExtents()
         self.counters: defaultdict[str, int] = defaultdict(int, dict.fromkeys(COUNTERS, 0))
         self.term = self.housekeeping_ms = 0
         # Generations below the mark may be used: a durable record says so.
         self.next_generation = self.generation_mark = 1
-        self.groups = Groups()
-        self.events = EventLog(settings.events_max)
+        self.groups, self.events = Groups(), EventLog(settings.events_max)
+        self.unrecorded_drops: list[tuple[int, int]] = []  # (generation, rests until ms)
         self.open_grants = self.hard_pinned_units = 0
         self.reservations: list[Put] = []  # with open ones among them (reservations.py)
         self.doubts: dict[tuple[int, int], int] = {}  # (generation, segment index) -> until ms
@@ -308,13 +307,16 @@ class CatalogState:
 
     def drop_group(self, name: int, now_ms: int) -> None:
         """A member was lost with its node before this master's time: the others are not there any
-        more either. The records say so already, to whoever reads them."""
+        more either. Their space will be granted again, so the term begins by recording this."""
         slots, grants = self.groups.dissolve(name)
         for put, index in grants:
             until = put.expires_ms + self.settings.grant_margin_ms
             self.give_up_grant(put, index, until, now_ms)
+            self.unrecorded_drops.append((put.first + index, until))
         for slot in slots:
-            self.drop_object(slot, now_ms + self.settings.lease_ms, now_ms)
+            until = now_ms + self.settings.lease_ms
+            self.unrecorded_drops.append((self.table.generation[slot], until))
+            self.drop_object(slot, until, now_ms)
 
     def leased_until(self, slot: int) -> int:
         """End of the lease of the object or, if later, of any member of its group."""

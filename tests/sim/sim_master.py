@@ -75,7 +75,7 @@ class Master:
         self.up = True
         self.catalog = Catalog(self.settings)
         report = self._restore()
-        self.catalog.begin_term(self.life)
+        self._keep(self.catalog.begin_term(self.life, self.now_ms))
         assert report.damaged_records == report.unknown_records == 0
         assert report.extents_overlapping == 0, "the log contradicts itself"
         check_invariants(self.catalog)

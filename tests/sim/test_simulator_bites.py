@@ -70,7 +70,7 @@ def test_generations_without_a_term_or_a_reserve(monkeypatch: pytest.MonkeyPatch
     def unreserved(self: CatalogState, work: Work, count: int) -> None:
         self.generation_mark = self.next_generation + count
 
-    monkeypatch.setattr(catalog.Catalog, "begin_term", lambda self, term: None)
+    monkeypatch.setattr(catalog.Catalog, "begin_term", lambda self, term, now_ms: [])
     monkeypatch.setattr(CatalogState, "reserve_generations", unreserved)
     assert_found_out("a generation is used again")
 

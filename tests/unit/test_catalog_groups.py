@@ -7,7 +7,7 @@ from catalog_model import Driver, check_invariants, picture
 
 from mooncake_py.errors import OK, OutOfSpace
 from mooncake_py.master.catalog import Catalog
-from mooncake_py.master.commands import Granted, PutStart, Unmount
+from mooncake_py.master.commands import Granted, Mount, PutStart, Unmount
 from mooncake_py.master.shadow import Shadow
 
 PAGE = 4096 - 64
@@ -160,3 +160,51 @@ def test_a18_a_group_that_lost_a_member_with_its_node_does_not_come_back_in_part
         assert driver.exists(keys) == [0] * 8
         assert len(catalog.state.table) == 0
         check_invariants(catalog)
+
+
+def read_back(driver: Driver) -> tuple[Catalog, Catalog]:
+    """By who reads all records, and by who has followed them."""
+    again, followed, shadow = (
+        Catalog(driver.settings), Catalog(driver.settings), Shadow(driver.settings),
+    )  # fmt: skip
+    report = again.restore(None, driver.log, driver.now_ms)
+    assert report.extents_overlapping == 0
+    shadow.feed(driver.log)
+    assert followed.take_over(shadow, driver.now_ms) is not None
+    return again, followed
+
+
+def two_nodes_with_a_group(keys: list[bytes], commit: bool) -> tuple[Driver, int]:
+    """More than one node holds; what is on `a` is lost with it."""
+    driver = Driver()
+    segments = {node: driver.mount(node, 8192) for node in ("a", "b")}
+    granted = driver.start(keys, 1400, groups=[1] * len(keys))
+    assert len(granted.segment_ids) == 2, "members on both nodes"
+    if commit:
+        assert driver.end(keys, list(granted.generations)) == [OK] * len(keys)
+    driver.apply(Unmount("a", 1, segments["a"]))
+    return driver, segments["b"]
+
+
+def test_a18_what_is_left_of_a_group_in_writing_ends_whoever_takes_over() -> None:
+    keys = [b"k%d" % i for i in range(8)]
+    driver, _ = two_nodes_with_a_group(keys, commit=False)
+    again, followed = read_back(driver)
+    assert picture(followed)["grants"] == picture(again)["grants"] == {}
+    for catalog in (again, followed):
+        assert not catalog.state.open_grants
+        check_invariants(catalog)
+
+
+def test_a18_the_space_of_what_ended_with_a_group_is_granted_again_and_read_back() -> None:
+    """Else whoever follows the records sees it claimed twice, and must read them all again."""
+    keys = [b"k%d" % i for i in range(8)]
+    driver, segment_b = two_nodes_with_a_group(keys, commit=True)
+    driver.catalog, _ = read_back(driver)
+    driver.log += driver.catalog.begin_term(2, driver.now_ms)
+    driver.apply(Mount("b", 1, "b:1", 1, 8192, "b", segment_b))
+    driver.pass_time(driver.settings.lease_ms + 1)
+    assert set(driver.put([b"new%d" % i for i in range(5)], 1400)) == {OK}
+    again, followed = read_back(driver)
+    assert picture(followed)["objects"] == picture(again)["objects"] != {}
+    check_invariants(followed)
