@@ -17,10 +17,11 @@ met at most once, so protection costs its own share and hides nothing.
 oldest access first) and `soft` (soft-pinned). The victim is the older of the first two heads. It
 parks only long leases: every Locate grants at least `lease_ms`, and `read` is in order of access,
 so if its head is within that plain lease, all of `read` is; `fresh` holds no leases at all.
-While everything that was read is leased, and that is at least half of all, what was stored less
-than `spare_ms` ago is spared: a full cluster does not drop what has just been written because all
-that is older is being read. Puts find no space then, and clients try again until the first lease,
-or `spare_ms`, has ended. (With few leases and many puts it would only keep space from writers.)
+While everything that was read is leased, and that is at least half of all, what was stored, or
+wanted to be stored again, less than `spare_ms` ago is spared: a full cluster does not drop what has
+just been written because all that is older is being read. Puts find no space then, and clients try
+again until the first lease, or `spare_ms`, has ended. (With few leases and many puts it would only
+keep space from writers.)
 
 *Chains.* The keys of one Locate or PutEnd are taken for a prefix: they enter the order from the
 last to the first, so that the tail of a chain goes before its middle, and what is left is usable.

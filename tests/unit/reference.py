@@ -32,8 +32,13 @@ class Kept:
         return not self.hard_pin and self.leased_until <= now_ms
 
     def spared(self, now_ms: int, spare_ms: int) -> bool:
-        """May it stay although it could go: just stored, while others are read?"""
+        """May it stay although it could go: just stored, or wanted again, while others are read?"""
         return self.stored_ms > now_ms - spare_ms
+
+    def wanted_again(self, now_ms: int) -> None:
+        """Somebody wanted to put what is there: it counts as new, unless it is protected anyway."""
+        if self.evictable(now_ms) and self.soft_pin_until <= now_ms:
+            self.stored_ms = now_ms
 
 
 @dataclass
@@ -183,6 +188,8 @@ class Reference:
             code, generation = granted.status[i], granted.generations[i]
             if code == 11:
                 assert key in before or key in seen, f"{key!r} does not exist"
+                if key not in seen and key in self.objects:
+                    self.objects[key].wanted_again(self.now)
                 continue
             assert key not in seen, f"{key!r} was granted twice"
             assert before.get(key, 0) in (0, *dropped), f"{key!r} exists"

@@ -7,7 +7,7 @@ import random
 import pytest
 from catalog_model import Driver, check_invariants
 
-from mooncake_py.errors import OK, OutOfSpace
+from mooncake_py.errors import OK, ObjectExists, OutOfSpace
 from mooncake_py.master.commands import Heartbeat, Locate, PutStart
 from mooncake_py.master.eviction import Links, Lru
 from mooncake_py.master.objects import LONG_LEASE, SOFT_PIN, ObjectTable
@@ -327,6 +327,24 @@ def test_a13_what_was_just_stored_is_spared_while_all_older_objects_are_being_re
     driver.pass_time(settings.spare_ms + 100)
     assert driver.put([b"more"], 4096) == [OK], "but nothing is kept for ever"
     assert sum(driver.exists([b"new%d" % i for i in range(5)])) == 4
+
+
+def test_a13_what_somebody_wanted_to_put_again_is_spared_as_if_it_were_new() -> None:
+    settings = CatalogSettings(
+        objects_max=1 << 14, evict_high_ratio=1.0, evict_low_ratio=1.0, spare_ms=500
+    )
+    driver = Driver(settings)
+    driver.mount("a", 2 * 4096)
+    driver.put([b"read", b"again"], 4096 - 64)
+    driver.pass_time(2_000)
+    driver.locate([b"read"])
+    assert driver.start([b"again"], 4096 - 64).status == bytes([ObjectExists.code])
+    assert driver.put([b"more"], 4096 - 64) == [SPACE], "it was wanted a moment ago"
+    assert driver.exists([b"again"]) == [1]
+    driver.pass_time(settings.spare_ms)
+    driver.locate([b"read"])
+    assert driver.put([b"more"], 4096 - 64) == [OK]
+    assert driver.exists([b"read", b"again"]) == [1, 0]
 
 
 def test_a13_one_lease_and_many_puts_keep_no_space_from_writers() -> None:
