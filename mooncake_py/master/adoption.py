@@ -25,7 +25,7 @@ class _Found:
     """An extent that a node told of."""
 
     name: Name
-    start: int
+    start: int = field(compare=False)  # of one on a disk: once its place is taken
     units: int
     length: int
     own: int  # generation in its header
@@ -89,17 +89,18 @@ class Page:
         if found.own in state.tasks.running:
             return True
         if not self._owed(found):
-            return found in (each for _, each in self._gathered(found))
+            return self._is_gathered(found)
         return self._gather(found) if found.group else self._adopt(found)
 
-    def _gathered(self, found: _Found) -> list[tuple[Segment, _Found]]:
+    def _is_gathered(self, found: _Found) -> bool:
+        """Has this node told of this one before?"""
         of_group = self.state.unrecorded.gathered.get((found.name.tenant, found.group), {})
-        return of_group.get(found.name.key, [])
+        return (self.segment, found) in of_group.get(found.name.key, [])
 
     def _gather(self, found: _Found) -> bool:
         """A member of a group, or a part of an object: all are adopted when all are there, for one
         alone may be worse than none. Until then its place is taken: nothing may be put there."""
-        if found in (each for _, each in self._gathered(found)):
+        if self._is_gathered(found):
             return True  # told again
         if not self._claim(found):
             return False
@@ -178,7 +179,7 @@ class Page:
         self._record()
         for tenant, slots in self.touched.items():
             live = [slot for slot in slots if self.state.table.key[slot] is not None]
-            tenant.pool.touch(live, self.now_ms)
+            self.state.touch(tenant, live, self.now_ms)
 
     def _owed(self, found: _Found) -> bool:
         return any(start <= found.own < below for start, below in self.segment.owed)
@@ -186,9 +187,13 @@ class Page:
     # --- known objects --------------------------------------------------------------------------
 
     def _is_replica(self, slot: int, found: _Found) -> bool:
-        table = self.state.table
-        place = self.segment.index << PLACE_BITS | found.start
-        return place in table.places(slot) and (table.replica_generation(slot, place) == found.own)
+        table, index = self.state.table, self.segment.index
+        return any(
+            place >> PLACE_BITS == index
+            and (self.segment.disk is not None or place & PLACE_MASK == found.start)
+            and table.replica_generation(slot, place) == found.own
+            for place in table.places(slot)
+        )
 
     def _add_replica(self, slot: int, found: _Found, owed: bool = False) -> bool:
         state, table = self.state, self.state.table
@@ -258,11 +263,12 @@ class Page:
         state, name, units = self.state, found.name, found.units
         place = self.segment.index << PLACE_BITS | found.start
         slot = state.table.add(name.key, found.generation, found.length, place, tenant.number)
-        tenant.used_bytes += units * UNIT_BYTES
+        in_memory = units if self.segment.disk is None else 0
+        tenant.used_bytes += in_memory * UNIT_BYTES
         tenant.part_count += is_part(name.key)
-        pinned = name.hard_pin and self._may_pin(tenant, units)
+        pinned = name.hard_pin and self._may_pin(tenant, in_memory)
         if pinned:
-            state.pin(tenant, units)
+            state.pin(tenant, in_memory)
         dress(state, slot, (place,), pinned, name.soft_pin_until_ms, name.ttl_until_ms)
         if found.own != found.generation:
             state.table.name_copy(slot, place, found.own)
@@ -290,6 +296,10 @@ class Page:
         allocator = self.segment.allocator
         if found.claimed:
             found.claimed = False  # from now on it is the object's
+            return True
+        if self.segment.disk is not None:
+            found.start = allocator.take(found.units)
+            self.segment.used_units += self.segment.charge(found.units)
             return True
         if found.start + found.units > allocator.units:
             return False

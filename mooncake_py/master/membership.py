@@ -119,6 +119,11 @@ class Segment:
     def readable(self) -> bool:
         return self.state in _READABLE
 
+    @property
+    def standing(self) -> str:
+        """Its state when its node is heard."""
+        return ALIVE if self.recorded else RETURNING
+
 
 @dataclass(slots=True)
 class Leaving:

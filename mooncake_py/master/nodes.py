@@ -52,7 +52,7 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
         return Applied(Refused(Backpressure.code, cause), term_wanted=term)
     work = Work()
     if command.disk_id:
-        segment = members.find_disk(command)
+        segment = recovery.former_disk(state, work, command, now_ms)
     else:
         segment = recovery.former_segment(state, work, command, now_ms)
         _lose_former(state, work, command, now_ms)
@@ -75,7 +75,7 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     segment.seen_ms = now_ms
     segment.mounted = True
     segment.keeps = command.keeps
-    members.set_state(segment, recovery.standing(segment))
+    members.set_state(segment, segment.standing)
     segment.drain_told = False
     judge_drain(state, segment)
     work.records.append(records.encode(segment_fields(segment)))
@@ -109,13 +109,13 @@ def heartbeat(state: CatalogState, command: Heartbeat, now_ms: int) -> Applied:
     segment.waits = False
     segment.drain_told = command.draining
     if segment.state not in (ALIVE, DRAINING):
-        state.members.set_state(segment, recovery.standing(segment))
+        state.members.set_state(segment, segment.standing)
     judge_drain(state, segment)
     for disk in state.members.disks.values():  # how busy a disk is does not say that it is dead
         if disk.node == command.node and disk.incarnation == command.incarnation and disk.mounted:
             disk.seen_ms = now_ms
             if disk.state == SUSPECT:
-                state.members.set_state(disk, ALIVE)
+                state.members.set_state(disk, disk.standing)
                 break
     return Applied(Done(tasks=state.tasks.waiting_for(segment.index)))
 

@@ -33,7 +33,7 @@ from mooncake_py.master.adoption import Page, release
 from mooncake_py.master.allocator import UNIT_BYTES
 from mooncake_py.master.commands import Applied, Inventoried, Inventory, Mount, Refused
 from mooncake_py.master.lifecycle import Event
-from mooncake_py.master.membership import ALIVE, GONE, RETURNING, Segment, segment_fields
+from mooncake_py.master.membership import ALIVE, GONE, Segment, segment_fields
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.work import Work
@@ -88,7 +88,8 @@ def term_wanted(state: CatalogState, command: Mount, now_ms: int) -> int:
     """Extents of a master that nothing is known of come to light, and they may look younger than
     what this one grants: the term that is above all of theirs. 0: this one is. Nothing of theirs is
     taken over before that term is durable, since a later master must find its own above it, too."""
-    if not (command.foreign and command.recovers and command.segment_id):
+    unseen = command.segment_id or (command.disk_id and state.members.find_disk(command) is None)
+    if not (command.foreign and command.recovers and unseen):
         return 0
     adopts = now_ms < state.unrecorded.foreign_until_ms
     return command.former_term + 1 if adopts and command.former_term >= state.term else 0
@@ -146,7 +147,7 @@ def former_segment(state: CatalogState, work: Work, command: Mount, now_ms: int)
     if command.foreign:
         if known is not None or now_ms >= state.unrecorded.foreign_until_ms:
             return None
-        return _adopt_segment(state, work, command, now_ms)
+        return _adopt_segment(state, work, command, command.segment_id, now_ms)
     if known is None or known.state == GONE or not command.warm:
         return None
     if command.nbytes < known.nbytes:
@@ -159,11 +160,24 @@ def former_segment(state: CatalogState, work: Work, command: Mount, now_ms: int)
     return known
 
 
-def _adopt_segment(state: CatalogState, work: Work, command: Mount, now_ms: int) -> Segment:
+def former_disk(state: CatalogState, work: Work, command: Mount, now_ms: int) -> Segment | None:
+    """The segment this disk was, or becomes with what is on it; None: nothing is known of it."""
+    known = state.members.find_disk(command)
+    adopts = command.foreign and command.recovers and now_ms < state.unrecorded.foreign_until_ms
+    if known is not None or not adopts:
+        return known
+    segment = _adopt_segment(state, work, command, state.members.next_segment_id, now_ms)
+    state.mark(work)
+    return segment
+
+
+def _adopt_segment(
+    state: CatalogState, work: Work, command: Mount, segment_id: int, now_ms: int
+) -> Segment:
     """One of a cluster whose records are lost. This term is above all it may hold, and its readers
     may have any lease."""
     work.records += state.lingering.lengthen(state.settings.lease_max_ms, now_ms)
-    segment = state.members.add(command, command.segment_id, now_ms)
+    segment = state.members.add(command, segment_id, now_ms)
     segment.recorded = segment.compared = False
     segment.owed = [(1, state.unrecorded.first_generation)]
     state.counters["segments_adopted"] += 1
@@ -183,7 +197,7 @@ def expects(
         segment.owed = state.unrecorded.owed_by(segment.recorded_below)
     runs = [
         (put.first, put.first + len(put.keys))
-        for put in state.running_puts()
+        for put in (state.running_puts() if segment.disk is None else ())
         if put.keys and put.first < limit and not state.unrecorded.durable_puts
     ]
     if not segment.owed and not runs and not segment.recorded:
@@ -193,11 +207,6 @@ def expects(
     if len(ranges) > _RANGES_MAX:
         return [(ranges[0][0], max(below for _, below in ranges))]
     return ranges
-
-
-def standing(segment: Segment) -> str:
-    """State of a segment whose node is heard."""
-    return ALIVE if segment.recorded else RETURNING
 
 
 # --- inventory ------------------------------------------------------------------------------------
@@ -218,6 +227,7 @@ def inventory(state: CatalogState, command: Inventory, now_ms: int) -> Applied:
         _lose_absent(state, work, segment, command, now_ms)
     if command.recorded and not segment.recorded:
         _mark_recorded(state, work, segment)
+        segment.compared |= segment.disk is not None  # its own lists do that (audits.py)
         state.members.set_state(segment, ALIVE)
         refresh(state, now_ms)
     if not command.compare:

@@ -236,7 +236,7 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
         )  # fmt: skip
         segment = members.add(command, fields.segment_id, now_ms)
         segment.mounted = False
-        segment.recorded = segment.compared = bool(fields.disk_id)
+        segment.recorded = segment.compared = bool(fields.disk_id and fields.recorded_below)
         segment.recorded_below, segment.keeps = fields.recorded_below, fields.keeps
         segment.new_ms = 0
         members.set_state(segment, RETURNING)

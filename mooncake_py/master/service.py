@@ -172,8 +172,8 @@ class Service:
         if adopts and not self._adopts:
             log.warning(
                 "nodes bring objects of a cluster whose metadata is lost. Its tenants' quotas are "
-                "lost with it, and so are objects that were on disks alone. Remedy: set quotas "
-                "again (SetQuota); `objects_adopted` counts what is back"
+                "lost with it. Remedy: set quotas again (mooncake quota); `objects_adopted` counts "
+                "what is back, of memory and of disks"
             )
         self._adopts = adopts
 

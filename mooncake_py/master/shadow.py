@@ -376,13 +376,13 @@ class Shadow:
             segment = members.add(mount, fields.segment_id, self._now_ms)
             segment.allocator = _Unplaced(segment.allocator.units)
             segment.mounted = False
-            segment.recorded = segment.compared = bool(fields.disk_id)
             segment.new_ms = 0
             members.set_state(segment, RETURNING)
         segment.address, segment.host_id = fields.address, fields.host_id
         segment.region = fields.region
         segment.node, segment.incarnation = fields.node, fields.incarnation
         segment.recorded_below, segment.keeps = fields.recorded_below, fields.keeps
+        segment.recorded = segment.compared = bool(fields.disk_id and fields.recorded_below)
         segment.nbytes = fields.nbytes  # of a disk it may be another now
 
     def _forget(self, segment_id: int) -> None:

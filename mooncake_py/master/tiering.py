@@ -197,8 +197,7 @@ def disk_work(state: CatalogState, command: DiskWork, now_ms: int) -> Applied:
         return Applied(Refused(UsageError.code, "a page of a disk's list is too long"))
     work, disk = Work(), segment.disk
     segment.seen_ms = now_ms
-    if segment.state != ALIVE:
-        state.members.set_state(segment, ALIVE)
+    state.members.set_state(segment, segment.standing)
     disk.usable_units = command.usable_bytes // EXTENT_ALIGN_BYTES
     disk.numbers = command.numbers or disk.numbers
     unknown = [
@@ -207,7 +206,7 @@ def disk_work(state: CatalogState, command: DiskWork, now_ms: int) -> Applied:
         if not _report(state, work, segment, task, code, now_ms) and code == OK
     ]
     drop_strays(state, segment, unknown)
-    if command.auditing:
+    if command.auditing and segment.recorded:
         audit(state, work, segment, command, now_ms)
     for tenant, key, generation in zip(command.tenants, command.keys, command.wanted, strict=True):
         _want(state, work, segment, (tenant, key, generation), now_ms)

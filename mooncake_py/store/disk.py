@@ -6,7 +6,8 @@
 One thread asks the master for work and tells it what was done, on a connection of its own, so that
 neither heartbeats nor puts wait for it. It never touches a file: deletions have a thread, too. The
 list of what is here goes to the master page by page, at once after every mount and slowly ever
-after; so whatever got lost on the way is put right.
+after; so whatever got lost on the way is put right. A master that has lost its records is told
+first what the objects are (disk_telling.py); until then it deletes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from mooncake_py._native.segment import OwnedSegment
 from mooncake_py.clock import Clock, Deadline
 from mooncake_py.config import NodeSettings
-from mooncake_py.errors import MooncakeError, UsageError
+from mooncake_py.errors import Backpressure, MooncakeError, UsageError
 from mooncake_py.master.client import MasterClient
 from mooncake_py.master.commands import Mount, Unmount
 from mooncake_py.master.disk_commands import DiskWork
@@ -32,10 +33,12 @@ from mooncake_py.store.disk_files import DiskFiles
 from mooncake_py.store.disk_index import DiskObject
 from mooncake_py.store.disk_reads import DiskReader
 from mooncake_py.store.disk_staging import Staging
+from mooncake_py.store.disk_telling import DiskTeller
 from mooncake_py.store.host import host_id
 from mooncake_py.store.master_time import MasterTime
 from mooncake_py.transfer import Memory, Message, TransferEngine
 from mooncake_py.wire.disks import DiskOrders
+from mooncake_py.wire.inventory import Page
 from mooncake_py.wire.node import FETCH_KIND, UNSEAL_KIND, HoldReply, unseal_rows
 from mooncake_py.wire.rows import REPLICA
 
@@ -104,6 +107,7 @@ class DiskTier:
             opening.callback(self._staging.close)
             self._master = MasterClient(settings.master, role="node", clock=clock)
             opening.callback(self._master.close)
+            self._teller = DiskTeller(self._files, self._master, self._drops.extend)
             self._copier = DiskCopier(self._files, owned, segment_id, master_time, self._task_done)
             opening.callback(self._copier.stop)
             self._reader = DiskReader(
@@ -121,12 +125,16 @@ class DiskTier:
         self._incarnation = incarnation
         self._master.connect(timeout_ms=self._settings.start_ms)
         patience = Deadline(_NAME_WAIT_MS, self._clock)
+        starting = Deadline(self._settings.start_ms, self._clock)
         while True:
             try:
                 self._mount(self._settings.start_ms)
                 break
             except UsageError:
                 if patience.passed():
+                    raise
+            except Backpressure:  # a greater term is begun first
+                if starting.passed():
                     raise
             self._closing.wait(_NAME_AGAIN_S)
         self._reader.start(self._settings.disk_threads)
@@ -214,6 +222,7 @@ class DiskTier:
     # --- the master -----------------------------------------------------------------------------
 
     def _mount(self, timeout_ms: int) -> None:
+        cluster_id, term = self._files.former()
         mounted = self._master.mount(
             Mount(
                 self._name,
@@ -222,12 +231,24 @@ class DiskTier:
                 self._staging.region_id,
                 self._files.nbytes_max,
                 host_id(),
+                recovers=True,
+                former_term=term,
                 disk_id=self._files.disk_id,
             ),
+            cluster_id,
             timeout_ms=timeout_ms,
         )
+        try:
+            self._files.remember(mounted.cluster_id, mounted.term)
+        except (MooncakeError, OSError) as error:
+            log.warning(
+                "the disk tier could not write down its cluster (%s): if that one loses its "
+                "metadata before this disk is mounted again, what is on it is dropped", error,
+            )  # fmt: skip
         self._disk_segment_id, self._secret = mounted.segment_id, mounted.grant_secret
         self._audit_after, self._audit_fast, self._audit_due_ms = 0, True, 0
+        page = Page(self._name, self._incarnation, mounted.segment_id)
+        self._teller.begin(page, mounted.unrecorded if mounted.recover else None)
 
     def _ask(self) -> None:
         pause_s = 0.0
@@ -249,6 +270,9 @@ class DiskTier:
 
     def _round(self) -> float:
         """One question and its answer; how long to wait for the next one."""
+        if self._teller.step():
+            self._trash.set()
+            return 0.0
         done = [self._done[at] for at in range(min(len(self._done), DONE_MAX))]
         with self._lock:
             wanted = list(self._wanted.values())

@@ -29,6 +29,7 @@ from mooncake_py.errors import MooncakeError, error_of
 from mooncake_py.model import EXTENT_HEADER_BYTES
 from mooncake_py.store.disk_files import DiskFiles, DiskFull
 from mooncake_py.store.disk_index import DiskObject
+from mooncake_py.store.disk_telling import told_of
 from mooncake_py.store.master_time import MasterTime
 from mooncake_py.transfer import Memory
 from mooncake_py.wire.rows import EXTENT
@@ -200,8 +201,9 @@ class DiskCopier:
         payload = everything[start : start + task.length]
         crc = int.from_bytes(before[_CRC], "little")
         found = DiskObject(
-            task.generation, task.tenant, task.key, task.length, crc, before[_DIGEST]
-        )
+            task.generation, task.tenant, task.key, task.length, crc, before[_DIGEST],
+            told_of(self._segment, task.offset, task.memory_generation),
+        )  # fmt: skip
         try:
             self._check(task, before, before, crc)  # not worth writing otherwise
             value = self._files.write(found, payload)

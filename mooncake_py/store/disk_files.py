@@ -149,6 +149,7 @@ class DiskFiles:
                     os.unlink(entry.path)
                     self.swept_count += 1
         lost += files
+        self._index.sweep_names()
         if lost:
             log.warning("%d objects of the disk tier had lost their bytes", len(lost))
             self._index.delete(lost)
@@ -313,6 +314,28 @@ class DiskFiles:
         except sqlite3.Error as error:
             raise _translated_sqlite(error) from error
         return np.array([each.generation for each in found], dtype="<u8")
+
+    def former(self) -> tuple[str, int]:
+        """Cluster and term in which the disk was mounted last. Raises DiskFailed."""
+        try:
+            return self._index.former()
+        except sqlite3.Error as error:
+            raise _translated_sqlite(error) from error
+
+    def remember(self, cluster_id: str, term: int) -> None:
+        """It is mounted there now. Raises OutOfSpace, DiskFailed."""
+        try:
+            if self._index.former() != (cluster_id, term):
+                self._index.remember(cluster_id, term)
+        except sqlite3.Error as error:
+            raise _translated_sqlite(error) from error
+
+    def told(self, after: int, limit: int) -> list[tuple[int, int, bytes, bytes]]:
+        """See `DiskIndex.told`. Raises DiskFailed."""
+        try:
+            return self._index.told(after, limit)
+        except sqlite3.Error as error:
+            raise _translated_sqlite(error) from error
 
     def read(self, found: DiskObject, into: memoryview) -> None:
         """All bytes of the object, compared with its checksum.

@@ -26,6 +26,7 @@ CREATE TABLE IF NOT EXISTS objects (
     generation INTEGER PRIMARY KEY, tenant TEXT NOT NULL, key BLOB NOT NULL,
     length INTEGER NOT NULL, crc INTEGER NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS small (generation INTEGER PRIMARY KEY, value BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS names (generation INTEGER PRIMARY KEY, told BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 """
 
@@ -33,7 +34,8 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 @dataclass(frozen=True, slots=True)
 class DiskObject:
     """One object on the disk. `crc`: crc32c of its bytes, as computed when it was put; `digest`:
-    of its key, as in the extent's header."""
+    of its key, as in the extent's header; `told`: what a master without records is told of it
+    (disk_telling.py), given to `add` only."""
 
     generation: int
     tenant: str
@@ -41,6 +43,7 @@ class DiskObject:
     length: int
     crc: int
     digest: bytes = bytes(16)
+    told: bytes = b""
 
     @property
     def small(self) -> bool:
@@ -101,9 +104,11 @@ class DiskIndex:
         """Objects, each with its bytes if it is small. All of them or none; durable on return."""
         rows = [(o.generation, o.tenant, o.key, o.length, o.crc, o.digest) for o, _ in batch]
         values = [(o.generation, value) for o, value in batch if value is not None]
+        told = [(o.generation, o.told) for o, _ in batch if o.told]
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?)", rows)
             db.executemany("INSERT OR REPLACE INTO small VALUES (?, ?)", values)
+            db.executemany("INSERT OR REPLACE INTO names VALUES (?, ?)", told)
 
     def delete(self, generations: Sequence[int]) -> None:
         """Durable on return. Unknown ones do no harm."""
@@ -111,6 +116,7 @@ class DiskIndex:
         with self._transaction() as db:
             db.executemany("DELETE FROM objects WHERE generation = ?", rows)
             db.executemany("DELETE FROM small WHERE generation = ?", rows)
+            db.executemany("DELETE FROM names WHERE generation = ?", rows)
 
     def keep(self, name: str, value: int) -> int:
         """A number of this folder: what it had, else `value` from now on."""
@@ -119,7 +125,25 @@ class DiskIndex:
             (kept,) = db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return int(kept)
 
+    def remember(self, cluster_id: str, term: int) -> None:
+        """Where this disk is mounted. Durable on return."""
+        with self._transaction() as db:
+            db.executemany(
+                "INSERT OR REPLACE INTO meta VALUES (?, ?)",
+                [("cluster", cluster_id.encode()), ("term", term)],
+            )
+
+    def sweep_names(self) -> None:
+        """Names of objects that an older release has deleted go."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM names WHERE generation NOT IN (SELECT generation FROM objects)")
+
     # --- reading --------------------------------------------------------------------------------
+
+    def former(self) -> tuple[str, int]:
+        """Cluster and term in which the disk was mounted last; ("", 0): never."""
+        found = dict(self._reader().execute("SELECT name, value FROM meta").fetchall())
+        return bytes(found.get("cluster", b"")).decode(), int(found.get("term", 0))
 
     def find(self, generation: int) -> DiskObject | None:
         row = (
@@ -148,6 +172,20 @@ class DiskIndex:
             (after, limit),
         )
         return [DiskObject(*row) for row in rows.fetchall()]
+
+    def told(self, after: int, limit: int) -> list[tuple[int, int, bytes, bytes]]:
+        """(generation, length, digest, what is told of it) behind `after`, ascending; the last is
+        empty for what an older release has written."""
+        return (
+            self._reader()
+            .execute(
+                "SELECT generation, length, digest, coalesce(told, x'') FROM objects"
+                " LEFT JOIN names USING (generation)"
+                " WHERE generation > ? ORDER BY generation LIMIT ?",
+                (after, limit),
+            )
+            .fetchall()
+        )
 
     def lengths(self) -> Iterator[tuple[int, int]]:
         """(generation, length) of every object, ascending."""

@@ -49,10 +49,11 @@ class Masters:
         count: int,
         node_count: int = 0,
         options: Sequence[str] = (),
+        node_options: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._etcd = etcd
-        self._options = options
+        self._options, self._node_options = options, node_options
         self.addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
         self.address = ",".join(self.addresses)
         self._masters: dict[int, Child] = {}
@@ -87,7 +88,7 @@ class Masters:
     def _start_node(self) -> None:
         name = f"node-{len(self._nodes)}"
         arguments = ["--master", self.address, "--listen", "127.0.0.1:0", "--name", name]
-        arguments += ["--segment-bytes", "256MiB"]
+        arguments += ["--segment-bytes", "256MiB", *self._node_options]
         node = Child(name, "mooncake_py.store.node", arguments, self._folder)
         self._nodes.append(node)
         line = node.line(START_MS)

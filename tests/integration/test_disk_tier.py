@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from disks import KIB, MEMORY, MIB, SIZE, cold, fill, numbers, options, read_all
 
 from mooncake_py import StoreClient
 from mooncake_py.errors import ChecksumMismatch, MooncakeError, ObjectNotFound
+from mooncake_py.model import ReplicaPolicy
 from mooncake_py.ops.cluster import Cluster
+from mooncake_py.wire.names import decode
 
 COUNT = 2 * MEMORY // SIZE  # twice what memory holds
 
@@ -170,6 +174,48 @@ def test_f41_the_disk_outlives_node_and_master_and_removals_do_too(tmp_path: Pat
             assert len(found) == len(on_disk) - len(removed)
         wait_until(lambda: sum(each.stat().st_size for each in files_of(tmp_path)) <= used)
         assert [each for each in files_of(tmp_path) if each.suffix == ".part"] == []
+
+
+def ttls(folder: Path) -> set[str]:
+    """Keys that the disk keeps a TTL for."""
+    with closing(sqlite3.connect(folder / "index.db")) as index:
+        told = [decode(row[0][12:]) for row in index.execute("SELECT told FROM names")]
+    assert told
+    assert all(told), "every object has a name"
+    return {each.key.decode() for each in told if each and each.ttl_until_ms}
+
+
+@pytest.mark.parametrize("nodes_live", [True, False])
+def test_f64_a_deleted_database_costs_nothing_that_is_on_disks_alone(
+    tmp_path: Path, nodes_live: bool
+) -> None:
+    """The nodes may have lost their memory, too. Deadlines are kept beside the bytes."""
+    with Cluster(options(tmp_path / "disk")) as cluster:
+        with StoreClient(cluster.address) as store:
+            store.put("mortal", value("mortal"), policy=ReplicaPolicy(ttl_ms=3_600_000))
+            fill(cluster, store, names())
+            on_disk = cold(cluster, [*names(), "mortal"])
+            assert len(on_disk) > 100
+            assert "mortal" in on_disk
+            removed, kept = on_disk[:5], on_disk[5:]
+            for key in removed:
+                store.remove(key, force=True)
+        assert ttls(tmp_path / "disk") == {"mortal"}
+        if not nodes_live:
+            kill_all(cluster)
+        cluster.master.child.kill()
+        for file in Path(cluster.folder).glob("metadata*"):
+            file.unlink()
+        cluster.start_master(int(cluster.address.rpartition(":")[2]))
+        if not nodes_live:
+            cluster.start_node()
+        with StoreClient(cluster.address) as store:
+            wait_until(lambda: all(store.exists(kept)))
+            assert not any(store.exists(removed))
+            assert read_all(store, kept) == (kept, [])
+            if nodes_live:
+                assert all(store.exists([each for each in names() if each not in removed]))
+            fill(cluster, store, names(40, "more"))  # the tier goes on
 
 
 def test_a78_kill_and_restart_cycles_in_the_middle_of_offloads_leave_no_rubbish(

@@ -281,6 +281,33 @@ def test_f64_a_deleted_prefix_of_etcd_is_a_new_cluster_with_all_objects(
             assert client.get_batch(keys) == [*map(value_of, keys)], masters.said()
 
 
+def test_f64_a_deleted_prefix_of_etcd_keeps_what_is_on_disks_alone(
+    tmp_path: Path, etcd: EtcdCluster
+) -> None:
+    options = ["--segment-bytes", "8MiB", "--disk", str(tmp_path / "disk")]
+    with (
+        Masters(tmp_path, etcd, 1, 1, ["--set", "lease_ms=300"], options) as masters,
+        closing(etcd.client()) as admin,
+        StoreClient(masters.address, timeout_ms=T) as client,
+    ):
+        keys = [f"k{i}" for i in range(200)]
+        for key in keys:
+            client.put(key, value_of(key) * 40)
+            until(lambda: _pending(masters.address) == 0, T, "the disk has caught up")
+        stored = [key for key, is_there in zip(keys, client.exists(keys), strict=True) if is_there]
+        assert len(stored) > 150
+        before = _cluster(masters.address)[0]
+        everything = pb.DeleteRangeRequest(key=b"/mooncake/", range_end=b"/mooncake0")
+        admin.txn([], [pb.RequestOp(request_delete_range=everything)], timeout_ms=T)
+        _wait_for_another(masters.address, before, len(stored))
+        assert client.get_batch(stored) == [value_of(key) * 40 for key in stored], masters.said()
+
+
+def _pending(address: str) -> float:
+    with closing(MasterClient(address)) as master:
+        return master.status(timeout_ms=T).counters.get("disk_pending_bytes", 0)
+
+
 def _wait_for_another(address: str, before: str, count: int) -> None:
     until(lambda: _cluster(address)[0] not in ("", before), 2 * T, "another cluster")
     until(lambda: _cluster(address)[1] == count, 2 * T, "all objects are back")
