@@ -11,9 +11,9 @@ replica, in the same step a move ends the former one, whose extent rests as long
 have been sent there. An object that ended or was replaced meanwhile gets nothing. An object has one
 copy in the making at most, and none while its key is being written anew.
 
-A copy that nobody reports ends at its expiry, and its extent rests `grant_margin_ms` longer, as
-with grants. Copies in the making are in no record: after a restart of the master, nodes end what
-runs before they mount. Pure.
+A copy that nobody reports ends at its expiry, or earlier when its node is suspect and the copy is
+wanted still, and its extent rests `grant_margin_ms` longer, as with grants. Copies in the making
+are in no record: after a restart of the master, nodes end what runs before they mount. Pure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mooncake_py.master.commands import (
     TaskList,
     Tasks,
 )
-from mooncake_py.master.membership import ALIVE, DRAINING, GONE, Segment
+from mooncake_py.master.membership import ALIVE, AWAY, DRAINING, GONE, SUSPECT, Segment
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK
 from mooncake_py.master.placement import Placer
 from mooncake_py.master.state import CatalogState, extent_units
@@ -71,7 +71,9 @@ def start_copy(  # noqa: PLR0913  (four of them are who, three are what)
     assert key is not None
     running = book.of_slot.get(slot)
     if running is not None and running.of == table.generation[slot]:
-        return Backpressure.code
+        if state.members.at(running.target >> PLACE_BITS).state not in (SUSPECT, AWAY):
+            return Backpressure.code
+        end_copy(state, running, now_ms)  # its node is silent: another one may have it sooner
     if key in state.tenants.at(table.tenant[slot]).writing:
         return Backpressure.code
     chosen = [state.members.at(place >> PLACE_BITS) for place in table.places(slot)]

@@ -313,7 +313,7 @@ class Owner:
     def _not_told(self, method: Method, left_ms: int, left: Sequence[Order]) -> bytes:
         there = sorted({f"{each.node} ({each.address})" for each in left if each.address})
         if not all(each.address for each in left):
-            there.append("a node that is gone")
+            there.append("a node that is gone or has yet to tell what it holds")
         who = " and ".join(there)
         error = PeerUnreachable(
             f"what was to be removed is in the catalog no more, but {who} could not be told of it, "

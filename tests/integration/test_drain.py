@@ -100,6 +100,24 @@ def test_f37_f38_nodes_are_drained_and_stopped_while_every_read_succeeds(
     assert reader.wrong == []
 
 
+def test_a32_a31_a_node_that_leaves_does_not_wait_for_a_neighbour_that_was_killed() -> None:
+    arguments = ["--set", "lease_ms=300", "--set", "dead_ms=10m", "--set", "away_ms=20m"]
+    options = ClusterOptions(
+        node_count=2,
+        segment_bytes=32 * MIB,
+        master_arguments=arguments,
+        node_arguments=["--drain-ms", "600000"],
+    )
+    with Cluster(options) as cluster:
+        with StoreClient(cluster.address) as store:
+            assert store.put_batch(KEYS, VALUES) == [None] * COUNT
+        send(cluster.nodes[1], signal.SIGKILL)
+        send(cluster.nodes[0], signal.SIGTERM)
+        wait_until(lambda: cluster.nodes[0].child.exit_code() == 0)
+        said = (cluster.folder / "node-0.stderr").read_text()
+        assert re.search(r"drained: .* left=[1-9]\d* .*: no place elsewhere$", said, re.MULTILINE)
+
+
 def test_f37_what_finds_no_place_makes_a_drain_fail(three: Cluster) -> None:
     with StoreClient(three.address) as store:
         store.put_batch(KEYS, VALUES)

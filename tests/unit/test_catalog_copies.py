@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import pytest
 from catalog_model import Driver, check_invariants, picture, place_rows
 
 from mooncake_py.errors import (
@@ -24,6 +25,7 @@ from mooncake_py.master.commands import (
     Report,
     Statuses,
     Tasks,
+    Tick,
     Unmount,
 )
 from mooncake_py.master.objects import PLACE_BITS
@@ -143,6 +145,31 @@ def test_f37_a_drain_says_what_finds_no_place() -> None:
     driver.mount("c", 512 * KIB)
     driver.pass_time(2 * S.tick_ms)
     assert emptied(driver, "a").state == "done", "it goes on when there is room again"
+
+
+@pytest.mark.parametrize("handed", [0, 3])
+def test_a32_f38_a_drain_does_not_wait_for_a_neighbour_that_has_just_died(handed: int) -> None:
+    """It says that there is no place as soon as the neighbour is suspect; a third one is used."""
+    driver = Driver(S)
+    a = driver.mount("a", 512 * KIB)
+    driver.put(keys(20))
+    b = driver.mount("b", 512 * KIB)
+    assert drain(driver, "a").state == "running"
+    driver.pass_time(S.tick_ms)
+    driver.fetch_tasks(b, [], handed)
+    assert len(driver.catalog.state.tasks.running) == 20
+    died_ms = driver.now_ms
+    while drain(driver, "a").state == "running":
+        driver.now_ms += S.tick_ms
+        driver.apply(Heartbeat("a", 1, a))
+        driver.apply(Tick())
+        assert driver.now_ms < died_ms + S.suspect_ms + 5 * S.tick_ms
+    assert (drain(driver, "a").state, drain(driver, "a").left) == ("stuck", 20)
+    assert not driver.catalog.state.tasks.running
+    check_invariants(driver.catalog)
+    driver.mount("c", 512 * KIB)
+    driver.pass_time(2 * S.tick_ms)
+    assert emptied(driver, "a").state == "done"
 
 
 def test_a_drain_goes_by_segment_and_can_be_cancelled() -> None:
