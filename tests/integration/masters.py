@@ -102,6 +102,12 @@ class Masters:
                     self._roles[number] = line.split()[1]
         return self._roles
 
+    def processor_ms(self, number: int) -> int:
+        """Time that this one has had of a processor."""
+        stat = Path(f"/proc/{self._masters[number].pid}/stat").read_text().rpartition(") ")[2]
+        ticks = sum(map(int, stat.split()[11:13]))
+        return ticks * 1_000 // os.sysconf("SC_CLK_TCK")
+
     def leader(self) -> int | None:
         """The one that leads; None while there is none or it is not clear."""
         leading = [number for number, role in self.roles().items() if role == "leads"]

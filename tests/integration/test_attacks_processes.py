@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from processes import wait_until
 
 from mooncake_py import StoreClient
+from mooncake_py.master.client import MasterClient
 from mooncake_py.ops.child import Child
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 
@@ -84,6 +87,40 @@ def test_a49_two_signals_at_once_end_a_node(lone_master: Cluster) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(node.pid, number)
         assert node.wait(10_000) in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+def test_a31_a_signal_to_any_thread_drains_a_node_and_ends_it(lone_master: Cluster) -> None:
+    """The kernel may give it to one that waits in native code or in gRPC's core."""
+    node = named_node(lone_master)
+    wait_ready(node)
+    other = max(int(each.name) for each in Path(f"/proc/{node.pid}/task").iterdir())
+    assert other != node.pid
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.tgkill(node.pid, other, signal.SIGTERM) == 0
+    assert node.wait(10_000) == 0
+    assert "drained: " in (lone_master.folder / f"{node.name}.stderr").read_text()
+    wait_until(lambda: not segments(lone_master), "the master knows it no more")
+
+
+def segments(cluster: Cluster) -> list[str]:
+    with closing(MasterClient(cluster.address)) as master:
+        return [each.node for each in master.status(timeout_ms=5_000).segments]
+
+
+def test_a24_sixteen_nodes_that_start_at_once_get_addresses_of_their_own(
+    lone_master: Cluster,
+) -> None:
+    """Every port is bound by who tells of it, so nobody else can have it from then on."""
+    nodes = [named_node(lone_master, f"node{i}") for i in range(16)]
+    for node in nodes:
+        wait_ready(node)
+    with closing(MasterClient(lone_master.address)) as master:
+        found = master.status(timeout_ms=5_000).segments
+    assert len({each.node for each in found}) == 16
+    assert len({each.address for each in found}) == 16
+    assert {each.state for each in found} == {"alive"}
+    for node in nodes:
+        node.kill()
 
 
 def test_a43_scrapers_that_hang_up_or_say_nothing_keep_nobody_out(lone_master: Cluster) -> None:
