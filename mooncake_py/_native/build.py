@@ -16,6 +16,9 @@ MODULE = "mooncake_py._native._mooncake"
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "native"
 
+# What the core calls: mooncake_py/_native/check.py defines it.
+CALLBACKS = 'extern "Python" int32_t mc_python_signal(void);'
+
 # header -> folder of native/src that defines it (None: it declares constants only)
 _ABI: dict[str, str | None] = {
     "constants.h": None,
@@ -53,6 +56,7 @@ def write_binding(target: Path) -> None:
     ffi = cffi.FFI()
     names = abi_headers()
     ffi.cdef("\n".join(header.read_text() for header in names))
+    ffi.cdef(CALLBACKS)
     includes = "".join(f'#include "abi/{header.name}"\n' for header in names)
     ffi.set_source(MODULE, f"#include <stdint.h>\n{includes}")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mooncake_py._native import ffi, lib
+from mooncake_py._native.check import failure
 
 _SENT = ffi.typeof("mc_put_message *")
 _REPLY = ffi.typeof("mc_message *")
@@ -29,7 +30,10 @@ def put_reserved(
     second = ffi.new(_SENT, (commit.peer, two, len(two), commit.kind))
     pulled, committed = ffi.new(_REPLY), ffi.new(_REPLY)
     status = lib.mc_put_reserved(engine, first, second, timeout_ms, pulled, committed)
-    return status, _taken(pulled), _taken(committed)
+    replies = _taken(pulled), _taken(committed)
+    if status == lib.MC_E_SIGNAL:
+        raise failure(status, "put")
+    return status, *replies
 
 
 def _taken(reply: Any) -> bytes | None:

@@ -55,6 +55,7 @@ __all__ = [
 
 _REMOVE_AGAIN_MS = 50  # from a removal that was not answered for to the next try
 _REPLY_MS = 20  # that a reply may take
+_PAGE_MS = 200  # that a page of a removal of all waits for nodes, if none was silent before
 _STILL_READ = (
     "remove it again with a timeout_ms above that time, which waits for it; or let the node answer"
 )
@@ -220,26 +221,33 @@ class MasterClient(MasterLink):
             [self._removed(*each, deadline) for each in zip(requests, tried, strict=True)]
         )
 
-    def _try_remove(self, request: Any, deadline: Deadline, share: int = 1) -> Any:
-        """The reply, or PeerUnreachable (not raised): it is done, but not all nodes are told.
-        share: so many share the time that is left."""
+    def _try_remove(
+        self, request: Any, deadline: Deadline, share: int = 1, patience_ms: int = 0
+    ) -> tuple[Any, PeerUnreachable | None]:
+        """The reply, and the error (not raised) of one that is done, but of which not all nodes are
+        told. share: so many share the time that is left. patience_ms: for nodes; 0: all of that."""
         left_ms = deadline.left_ms() // share
-        request.patience_ms = max(1, left_ms - max(_REPLY_MS, left_ms // 10))
+        left_ms = max(1, left_ms - max(_REPLY_MS, left_ms // 10))
+        request.patience_ms = min(left_ms, patience_ms or left_ms)
+        reply = self._call(lane.REMOVE, request, deadline, check=False)
         try:
-            return self._call(lane.REMOVE, request, deadline)
+            answers.check(lane.REMOVE, reply)
         except PeerUnreachable as error:
-            return PeerUnreachable(error.cause, remedy=_STILL_READ)
+            return reply, PeerUnreachable(error.cause, remedy=_STILL_READ)
+        return reply, None
 
-    def _removed(self, request: Any, tried: Any, deadline: Deadline) -> Any:
+    def _removed(
+        self, request: Any, tried: tuple[Any, PeerUnreachable | None], deadline: Deadline
+    ) -> Any:
         """While a node cannot be told, the master answers now and then: ask until it is told or
         nobody has a lease any more."""
-        while isinstance(tried, PeerUnreachable):
+        while (unread := tried[1]) is not None:
             if deadline.left_ms() <= _REMOVE_AGAIN_MS:
-                raise tried
+                raise unread
             self._pause.wait(_REMOVE_AGAIN_MS / 1000)
             with suppress(MasterUnavailable):  # what is known is more than that
                 tried = self._try_remove(request, deadline)
-        return tried
+        return tried[0]
 
     def remove_all(
         self,
@@ -252,17 +260,21 @@ class MasterClient(MasterLink):
     ) -> Removed:
         """Remove every object of the tenant whose key begins with `prefix` and in which `pattern`
         is found (syntax: `pattern.py`), in as many calls as it takes. UsageError: the pattern is
-        not one. MasterUnavailable after the deadline: some are removed, some are not."""
+        not one. MasterUnavailable after the deadline: some are removed, some are not.
+        PeerUnreachable: all of them are, as for `remove`."""
         deadline = Deadline(timeout_ms, self._clock)
         removal = c.Remove(tenant, (), force, True, prefix, pattern)
         replies: list[Any] = []
-        cursor = b""
-        while not replies or cursor:
+        cursor, patience_ms = b"", _PAGE_MS
+        while True:
             request = answers.remove_all_request(removal, cursor)
-            tried = self._try_remove(request, deadline)
-            replies.append(self._removed(request, tried, deadline))
-            cursor = replies[-1].cursor
-        return answers.removed(replies)
+            tried = self._try_remove(request, deadline, patience_ms=patience_ms)
+            cursor = tried[0].cursor
+            if not cursor:  # the last one answers for what those before have left to be read, too
+                return answers.removed([*replies, self._removed(request, tried, deadline)])
+            replies.append(tried[0])
+            if tried[1] is not None:
+                patience_ms = 1
 
     def pin(
         self,

@@ -52,6 +52,7 @@ from mooncake_py.wire.lane import (
     REMOVE,
     Method,
 )
+from mooncake_py.wire.status import unfinished
 
 log = logging.getLogger(__name__)
 
@@ -303,14 +304,16 @@ class Owner:
 
         def ended(until_ms: int, left: Sequence[Order]) -> None:
             left_ms = until_ms - clock.now_ms()
-            both.told(self._not_told(call.method, left_ms, left) if until_ms else b"")
+            both.told(self._not_told(call.method, answer, left_ms, left) if until_ms else b"")
 
         patience_ms = min(UNREAD_MS, answer.patience_ms or UNREAD_MS)
         give_up_ms = min(clock.now_ms() + patience_ms, call.expires_ms - ANSWER_MS)
         self._unsealer.push(answer.orders, ended, give_up_ms)
         return Call(call.method, call.payload, both.durable, call.expires_ms, call.door)
 
-    def _not_told(self, method: Method, left_ms: int, left: Sequence[Order]) -> bytes:
+    def _not_told(
+        self, method: Method, answer: Answer, left_ms: int, left: Sequence[Order]
+    ) -> bytes:
         there = sorted({f"{each.node} ({each.address})" for each in left if each.address})
         if not all(each.address for each in left):
             there.append("a node that is gone or has yet to tell what it holds")
@@ -319,7 +322,7 @@ class Owner:
             f"what was to be removed is in the catalog no more, but {who} could not be told of it, "
             f"and whoever has a lease may read it for {max(0, left_ms)} ms from now on",
         )
-        return self._service.refuse(method, error)
+        return unfinished(method, answer.payload, error)
 
     def _record(self, records: Sequence[bytes], replies: list[tuple[Call, bytes]]) -> None:
         self._writer.commit(records, replies)

@@ -42,6 +42,12 @@ def key_list(keys: Sequence[str]) -> list[str]:
     return list(keys)
 
 
+def one_or_many(keys: str | Sequence[str]) -> tuple[list[str], list[bytes]]:
+    """The keys as a list, and their UTF-8. Raises UsageError."""
+    texts = [keys] if isinstance(keys, str) else key_list(keys)
+    return texts, key_names(texts)
+
+
 def check_paired(what: str, keys: Sequence[str], values: Sequence[Any]) -> None:
     """UsageError: it is not one a key."""
     if not isinstance(values, Sized):

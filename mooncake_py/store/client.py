@@ -32,6 +32,7 @@ from mooncake_py.store.arguments import (
     check_timeout,
     key_list,
     key_names,
+    one_or_many,
     text_bytes,
 )
 from mooncake_py.store.buffers import source_pieces, target_pieces
@@ -374,7 +375,6 @@ class StoreClient:
         The plain form never pins anything. With `prefix` it is the question before a read: the
         leading objects are leased (as by a get) and their placements remembered, so that reading
         them within the lease asks the master nothing."""
-        single = isinstance(keys, str)
         names = key_names([keys] if isinstance(keys, str) else keys)
         if not names:
             return 0 if prefix else []
@@ -383,7 +383,7 @@ class StoreClient:
             if prefix:
                 return self._reader.leading(names, deadline)
             present = self._master.exists(self._tenant, names, timeout_ms=deadline.left_ms())
-        return bool(present[0]) if single else present.astype(bool).tolist()
+        return bool(present[0]) if isinstance(keys, str) else present.astype(bool).tolist()
 
     def remove(
         self,
@@ -396,9 +396,7 @@ class StoreClient:
         None, or ObjectLeased when a reader or a pin holds it and `force` is not given. An
         acknowledged removal is durable, and no reader gets the object any more. PeerUnreachable: it
         is removed, but a node was not told in time; whoever has a lease reads it for a while."""
-        single = isinstance(keys, str)
-        texts = [keys] if isinstance(keys, str) else key_list(keys)
-        names = key_names(texts)
+        texts, names = one_or_many(keys)
         if not names:
             return []
         with self._calls:
@@ -408,7 +406,7 @@ class StoreClient:
             finally:
                 self._reader.cache.forget(names)
         outcomes = plain_outcomes(removed.status.tolist(), REMOVE_CAUSES, texts)
-        return outcomes[0] if single else outcomes
+        return outcomes[0] if isinstance(keys, str) else outcomes
 
     def pin(
         self,
@@ -427,16 +425,14 @@ class StoreClient:
         tenant, or all of them, pin too much already; OutOfSpace for a soft pin of what lies on a
         disk alone."""
         check_pin(soft_pin_ms, hard_pin)
-        single = isinstance(keys, str)
-        texts = [keys] if isinstance(keys, str) else key_list(keys)
-        names = key_names(texts)
+        texts, names = one_or_many(keys)
         if not names:
             return []
         with self._calls:
             asked = (self._tenant, names, soft_pin_ms or 0, hard_pin)
             status = self._master.pin(*asked, timeout_ms=self._deadline(timeout_ms).left_ms())
         outcomes = plain_outcomes(status.tolist(), PIN_CAUSES, texts)
-        return outcomes[0] if single else outcomes
+        return outcomes[0] if isinstance(keys, str) else outcomes
 
     def copy(
         self,
@@ -495,6 +491,7 @@ class StoreClient:
         self.close()
 
     def _deadline(self, timeout_ms: int | None) -> Deadline:
+        """When a call that is made now has to end. Raises UsageError."""
         chosen = self._timeout_ms if timeout_ms is None else timeout_ms
         check_timeout(chosen)
         return Deadline(chosen, self._clock)

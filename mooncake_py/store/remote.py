@@ -30,6 +30,8 @@ from mooncake_py.transfer.slices import OP_READ
 from mooncake_py.wire.rows import EXTENT
 
 Rows = npt.NDArray[np.void]
+Numbers = npt.NDArray[np.uint64]
+_POINTERS = ffi.typeof("char *[]")
 _CRC_AT = slice(40, 44)  # of a header (design/extent.md)
 _WAIT_SLACK_MS = 1_000  # a batch ends by its own deadline; this only bounds a defect
 
@@ -39,7 +41,7 @@ class _Flight:
     """One node's batch on its way."""
 
     reach: Reach
-    which: list[int]
+    which: Sequence[int]
     extents: Rows
     to: Destinations
     headers: npt.NDArray[np.uint8]  # before and after, a row each
@@ -59,11 +61,14 @@ class RemoteReader:
     def read(self, rows: bytes, to: Destinations, statuses: list[int], deadline: Deadline) -> None:
         """Read the rows whose status is NOT_MAPPED; `statuses` changes in place."""
         table = np.frombuffer(rows, EXTENT)
-        groups: dict[int, list[int]] = {}
-        indices = table["segment_index"].tolist()
-        for i, status in enumerate(statuses):
-            if status == NOT_MAPPED:
-                groups.setdefault(indices[i], []).append(i)
+        groups: dict[int, Sequence[int]] = {}
+        indices = table["segment_index"]
+        if statuses.count(NOT_MAPPED) == len(table) and (indices == indices[0]).all():
+            groups[int(indices[0])] = range(len(table))
+        else:
+            open_ = np.flatnonzero(np.array(statuses) == NOT_MAPPED)
+            for index in np.unique(indices[open_]).tolist():
+                groups[index] = open_[indices[open_] == index].tolist()
         flights = []
         try:
             for index, which in groups.items():
@@ -80,7 +85,7 @@ class RemoteReader:
     def _start(
         self,
         index: int,
-        which: list[int],
+        which: Sequence[int],
         table: Rows,
         to: Destinations,
         statuses: list[int],
@@ -91,15 +96,16 @@ class RemoteReader:
         except MooncakeError as error:
             _set(statuses, which, [-error.code] * len(which))
             return None
-        mine, places = table[which], select(to, which)
+        whole = len(which) == len(table)
+        mine, places = (table, to) if whole else (table[which], select(to, which))
         if reach.mapping is not None:
             found = read_mapped(self._directory.table, mine.tobytes(), len(which), places)
             _set(statuses, which, found or [0] * len(which))
             return None
         fits = _fits(mine, places)
-        if not all(fits):
-            _set(statuses, which, [0 if ok else -errors.UsageError.code for ok in fits])
-            good = [at for at, ok in enumerate(fits) if ok]
+        if not fits.all():
+            _set(statuses, which, np.where(fits, 0, -errors.UsageError.code).tolist())
+            good = np.flatnonzero(fits).tolist()
             which, mine, places = [which[at] for at in good], mine[good], select(places, good)
             if not which:
                 return None
@@ -148,59 +154,67 @@ def _set(statuses: list[int], which: Iterable[int], found: Sequence[int]) -> Non
         statuses[i] = status
 
 
-def _wanted(extents: Rows, to: Destinations) -> list[tuple[int, int]]:
-    if to.ranges is not None:
-        return list(to.ranges)
-    return [(0, length) for length in extents["length"].tolist()]
+def _wanted(extents: Rows, to: Destinations) -> tuple[Numbers, Numbers]:
+    """Where the range of each row begins in its object, and its bytes."""
+    if to.ranges is None:
+        return np.zeros(len(extents), np.uint64), extents["length"]
+    ranges = np.array(to.ranges, dtype=np.uint64).reshape(-1, 2)
+    return ranges[:, 0], ranges[:, 1]
 
 
-def _fits(extents: Rows, to: Destinations) -> list[bool]:
+def _fits(extents: Rows, to: Destinations) -> npt.NDArray[np.bool_]:
     """Is each range inside its object and its room large enough? Before any byte moves."""
-    rooms = Pieces(to.pointers, to.sizes, to.ends).totals()
-    lengths = extents["length"].tolist()
-    return [
-        start + nbytes <= length and nbytes <= room
-        for (start, nbytes), length, room in zip(_wanted(extents, to), lengths, rooms, strict=True)
-    ]
+    rooms = np.array(Pieces(to.pointers, to.sizes, to.ends).totals(), dtype=np.uint64)
+    starts, nbytes = _wanted(extents, to)
+    lengths = extents["length"]
+    inside = (starts <= lengths) & (nbytes <= lengths - np.minimum(starts, lengths))
+    return np.asarray(inside & (nbytes <= rooms))
 
 
-def _layout(reach: Reach, which: list[int], extents: Rows, to: Destinations) -> _Flight:
-    """Slices: n headers, the payload slices row by row, n headers again."""
-    n = len(which)
-    parts: list[tuple[int, int, int]] = []  # offset in the payload, address, bytes
-    rows: list[int] = []
-    ends = to.ends or range(1, n + 1)
-    addresses = _addresses(to.pointers)
-    for row, (start, left) in enumerate(_wanted(extents, to)):
+def _spread(
+    extents: Rows, to: Destinations, ends: Sequence[int]
+) -> tuple[npt.NDArray[np.int64], Numbers, Numbers]:
+    """Of every piece: its row, where it begins in the payload, and its bytes."""
+    starts, lefts = (column.tolist() for column in _wanted(extents, to))
+    parts: list[tuple[int, int, int]] = []
+    for row, (start, left) in enumerate(zip(starts, lefts, strict=True)):
         for piece in range(ends[row - 1] if row else 0, ends[row]):
             step = min(left, to.sizes[piece])
-            parts.append((start, addresses[piece], step))
-            rows.append(row)
+            parts.append((row, start, step))
             start, left = start + step, left - step  # noqa: PLW2901  (walks over the pieces)
+    columns = np.array(parts, dtype=np.uint64).reshape(len(parts), 3)
+    return columns[:, 0].astype(np.int64), columns[:, 1], columns[:, 2]
+
+
+def _layout(reach: Reach, which: Sequence[int], extents: Rows, to: Destinations) -> _Flight:
+    """Slices: n headers, the payload slices row by row, n headers again."""
+    n = len(which)
+    if to.ends is None:
+        rows, (begins, nbytes) = np.arange(n), _wanted(extents, to)
+    else:
+        rows, begins, nbytes = _spread(extents, to, to.ends)
+    parts = len(rows)
     headers = np.zeros((2 * n, EXTENT_HEADER_BYTES), dtype=np.uint8)
-    slices = np.zeros(2 * n + len(parts), dtype=SLICE)
+    slices = np.zeros(2 * n + parts, dtype=SLICE)
     slices["op"] = OP_READ
     slices["region"] = reach.segment.region
     slices["length"] = EXTENT_HEADER_BYTES
     places = headers.ctypes.data + np.arange(2 * n, dtype=np.uint64) * EXTENT_HEADER_BYTES
-    for at, local in ((slice(0, n), places[:n]), (slice(n + len(parts), None), places[n:])):
+    for at, local in ((slice(0, n), places[:n]), (slice(n + parts, None), places[n:])):
         slices["remote_offset"][at] = extents["offset"]
         slices["local"][at] = local
-    middle = slices[n : n + len(parts)]
-    columns = np.array(parts, dtype=np.uint64).reshape(len(parts), 3)
-    middle["remote_offset"] = extents["offset"][rows] + columns[:, 0] + np.uint64(64)
-    middle["local"], middle["length"] = columns[:, 1], columns[:, 2]
+    middle = slices[n : n + parts]
+    middle["remote_offset"] = extents["offset"][rows] + begins + np.uint64(EXTENT_HEADER_BYTES)
+    middle["local"], middle["length"] = _addresses(to.pointers), nbytes
     middle["flags"] = FLAG_CRC
     # Headers of the second look come after every payload of the batch: one fence is enough.
-    slices["flags"][n + len(parts)] |= FLAG_FENCE
-    last = np.searchsorted(rows, np.arange(n), "right")
+    slices["flags"][n + parts] |= FLAG_FENCE
+    last = np.arange(1, n + 1) if to.ends is None else np.array(to.ends)
     return _Flight(reach, which, extents, to, headers, slices, last, None)
 
 
-def _addresses(pointers: Sequence[Any]) -> list[int]:
-    array = ffi.new("char *[]", pointers)
-    found: list[int] = np.frombuffer(ffi.buffer(array), np.uint64).tolist()
-    return found
+def _addresses(pointers: Sequence[Any]) -> Numbers:
+    return np.frombuffer(ffi.buffer(ffi.new(_POINTERS, pointers)), np.uint64)
 
 
 def _per_row(values: npt.NDArray[Any], ends: npt.NDArray[np.int64], fold: Any) -> npt.NDArray[Any]:
@@ -220,10 +234,9 @@ def _crcs(flight: _Flight, before: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint
     crcs = np.ascontiguousarray(before[:, _CRC_AT]).view(np.uint32).reshape(n).copy()
     starts = [0, *flight.ends[:-1].tolist()]
     lengths = flight.extents["length"].tolist()
-    for row, (wanted, first, last) in enumerate(
-        zip(_wanted(flight.extents, to), starts, flight.ends.tolist(), strict=True)
-    ):
-        if wanted[1] != lengths[row]:
+    wanted = _wanted(flight.extents, to)[1].tolist()
+    for row, (first, last) in enumerate(zip(starts, flight.ends.tolist(), strict=True)):
+        if wanted[row] != lengths[row]:
             continue
         crc = 0
         for part in middle[first:last]:

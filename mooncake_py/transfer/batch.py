@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from mooncake_py.transfer.slices import Slices
 
 
-_SIGNALS_MS = 500  # Python looks after signals when a native call returns
-
-
 def _cancel(native: Any, _rows: Any) -> None:
     lib.mc_batch_cancel(native)
 
@@ -41,19 +38,9 @@ class Batch(Handle):
 
     def wait(self, timeout_ms: int) -> None:
         """Wait until it is done. Raises the first failing slice's error, or TransferTimeout when
-        it is not done yet (it goes on until its own deadline). An interrupt (Ctrl-C) ends the wait
-        within half a second."""
-        step_ms = min(timeout_ms, _SIGNALS_MS)
-        left_ms = timeout_ms - step_ms
-        status = lib.mc_batch_wait(self._native, step_ms)
-        while status == lib.MC_E_TIMEOUT and left_ms > 0:
-            over = self.done()  # its own status may be this one
-            step_ms = min(left_ms, _SIGNALS_MS)
-            left_ms -= step_ms
-            status = lib.mc_batch_wait(self._native, step_ms)
-            if over:
-                break
-        check(status, "batch", slices=len(self.slices))
+        it is not done yet (it goes on until its own deadline). An interrupt (Ctrl-C) ends the
+        wait."""
+        check(lib.mc_batch_wait(self._native, timeout_ms), "batch", slices=len(self.slices))
 
     def done(self) -> bool:
         return bool(lib.mc_batch_done(self._native))

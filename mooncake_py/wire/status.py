@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mooncake_py.errors import OK, InternalError, MooncakeError, error_of
 from mooncake_py.wire.lane import Method
 from mooncake_py.wire.v1 import master_pb2 as pb
@@ -12,6 +14,14 @@ def refusal(method: Method, error: MooncakeError, term: int) -> bytes:
     leader = str(error.context.get("leader", ""))
     outcome = pb.Outcome(code=error.code, cause=error.cause, term=term, leader=leader)
     return method.reply(outcome=outcome).SerializeToString()
+
+
+def unfinished(method: Method, payload: bytes, error: MooncakeError) -> bytes:
+    """The reply of a call that was carried out, with an error about what is still to come of it."""
+    reply: Any = method.reply.FromString(payload)
+    reply.outcome.code, reply.outcome.cause = error.code, error.cause
+    raw: bytes = reply.SerializeToString()
+    return raw
 
 
 def check(outcome: pb.Outcome, **context: object) -> None:

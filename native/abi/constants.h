@@ -12,6 +12,7 @@
 #define MC_E_DRAINING -42
 #define MC_E_VERSION -43
 #define MC_E_INTERNAL -50
+#define MC_E_SIGNAL -127 /* a signal's handler wants the wait to end: mc_on_signal */
 
 #define MC_TRANSPORT_LOCAL 1
 #define MC_TRANSPORT_SHM 2

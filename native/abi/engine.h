@@ -40,6 +40,10 @@ void mc_engine_close(mc_engine *engine);
 int32_t mc_engine_address(mc_engine *engine, char *out, uint64_t capacity);
 /* JSON: address, incarnation, peers with transport, reason, bytes, errors; regions; queues. */
 int32_t mc_engine_describe(mc_engine *engine, char *out, uint64_t capacity, uint64_t *out_needed);
+/* Called on the process's main thread, with no lock held, when a signal interrupts it in a wait of
+ * mc_message_request, mc_put_reserved or mc_batch_wait; not 0 ends that as MC_E_SIGNAL, as late as a
+ * deadline would. Null: signals interrupt nothing. */
+void mc_on_signal(int32_t (*ask)(void));
 const char *mc_last_error(void); /* this thread's last failure in words; never null */
 
 /* ---- regions --------------------------------------------------------------------------------- */

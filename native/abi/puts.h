@@ -8,7 +8,8 @@ typedef struct mc_put_message {
     uint32_t kind;
 } mc_put_message;
 
-/* Send `pull` to a node and, if all of it was sealed (its reply is nothing but zeros, pulls.h),
+/* Send `pull` to a node and, if all of it was sealed (its reply is a zero for each row and
+ * nothing else, pulls.h),
  * `commit` to the master. The replies must be freed with mc_message_free; one that did not come has
  * no data. Returns the status of what was sent last: with an out_pulled that has data it is about
  * the commit, or MC_OK when that was not sent because something was not sealed. */

@@ -137,6 +137,27 @@ def test_a08_a_removal_that_cannot_be_answered_for_says_so_and_may_be_tried_agai
             reader.get("k")
 
 
+def test_a08_a_removal_of_all_reaches_everything_although_a_node_is_silent() -> None:
+    keys = [f"page/{i:03}" for i in range(100)]
+    with (
+        Cluster(one_node(LONG_MS, "--set", "step_max=16")) as cluster,
+        StoreClient(cluster.address) as writer,
+        StoreClient(cluster.address, transports=("shm",)) as reader,
+        closing(MasterClient(cluster.address)) as master,
+    ):
+        writer.put_batch([*keys, "other"], [b"old"] * 101)
+        assert reader.get_batch(keys) == [b"old"] * 100
+        with stopped(cluster):
+            with pytest.raises(PeerUnreachable, match="could not be told"):
+                master.remove_all("default", b"page/", force=True, timeout_ms=3_000)
+            assert reader.get_batch(keys) == [b"old"] * 100, "as it said"
+        wait_until(lambda: bool(writer.exists("other")))  # its node is one that is used again
+        assert not any(writer.exists(keys)), "it said that all of them are removed"
+        removed = master.remove_all("default", b"page/", force=True, timeout_ms=20_000)
+        assert (removed.removed, removed.kept) == (0, 0)
+        assert not any(isinstance(each, bytes) for each in reader.get_batch(keys))
+
+
 @pytest.mark.parametrize("long", [False, True])
 def test_a08_after_a_restart_of_the_master_leases_are_waited_for_and_no_longer(long: bool) -> None:
     """The node is lost, so nobody can be told. The new master knows no lease of its predecessor,

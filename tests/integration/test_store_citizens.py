@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from daemons import send
+from daemons import send, wait_until
 
-from mooncake_py import StoreClient
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 
 MIB = 1 << 20
@@ -136,23 +135,43 @@ def test_no_resource_tracker_meddles_with_shared_memory(cluster: Cluster) -> Non
     assert {each for each in set(os.listdir("/dev/shm")) - before if "mooncake" in each} == set()
 
 
+# What a call waits for: a node that is silent, or a master.
 INTERRUPTED = """
+fired = []
+signal.signal(signal.SIGUSR1, lambda *_: fired.append(store.alloc(4096).nbytes))
+calls = {
+    "get": lambda: store.get(name, into=bytearray(1 << 20), timeout_ms=60_000),
+    "put": lambda: store.put(name + "/other", bytes(1 << 20), timeout_ms=60_000),
+    "put again": lambda: store.put(name + "/again", bytes(5), timeout_ms=60_000),
+    "exists": lambda: store.exists(name, timeout_ms=60_000),
+}
+for i in range(20):  # so that there are reservations for the next one
+    store.put(name + f"/{i}", bytes(5))
 print("done", flush=True)
-sys.stdin.readline()
-begun = time.monotonic()
-try:
-    store.get(name, into=bytearray(1 << 20), timeout_ms=30_000)
-except KeyboardInterrupt:
-    print("interrupted", time.monotonic() - begun < 15)
+for line in sys.stdin:
+    begun = time.monotonic()
+    print("began", flush=True)
+    try:
+        print(calls[line.strip()](), flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", len(fired), time.monotonic() - begun < 30, flush=True)
+print(len(store.get(name)))
 """
 
 
-def test_an_interrupt_ends_a_call_that_waits_for_a_node_that_is_silent() -> None:
-    with (
-        Cluster(ClusterOptions(node_count=1, segment_bytes=16 * MIB)) as cluster,
-        StoreClient(cluster.address),
-    ):
-        arguments = [sys.executable, "-c", OPEN + INTERRUPTED, cluster.address, "tcp"]
+def sleeps(pid: int) -> bool:
+    """Does its main thread wait for something?"""
+    status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    return status.rsplit(")", 1)[1].split()[0] == "S"
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_interrupt_ends_a_call_that_waits_for_a_node_or_master_that_is_silent(
+    transport: str,
+) -> None:
+    """A signal whose handler raises nothing, and even uses the client, ends nothing."""
+    with Cluster(ClusterOptions(node_count=1, segment_bytes=16 * MIB)) as cluster:
+        arguments = [sys.executable, "-c", OPEN + INTERRUPTED, cluster.address, transport]
         with subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
@@ -160,13 +179,23 @@ def test_an_interrupt_ends_a_call_that_waits_for_a_node_that_is_silent() -> None
             assert process.stdout is not None
             assert process.stdout.readline() == "done\n"
             (node,) = cluster.nodes
-            send(node, signal.SIGSTOP)
-            try:
-                process.stdin.write("\n")
-                process.stdin.flush()
-                with pytest.raises(subprocess.TimeoutExpired):
-                    process.wait(1)
-                process.send_signal(signal.SIGINT)
-                assert process.stdout.readline() == "interrupted True\n"
-            finally:
-                send(node, signal.SIGCONT)
+            waits = {"put": node, "put again": node, "exists": cluster.master}
+            if transport == "tcp":
+                waits["get"] = node  # elsewhere it is mapped
+            for handled, (verb, silent) in enumerate(waits.items(), start=1):
+                send(silent, signal.SIGSTOP)
+                try:
+                    process.stdin.write(verb + "\n")
+                    process.stdin.flush()
+                    assert process.stdout.readline() == "began\n"
+                    wait_until(lambda: sleeps(process.pid))
+                    process.send_signal(signal.SIGUSR1)
+                    with pytest.raises(subprocess.TimeoutExpired):
+                        process.wait(0.3)
+                    process.send_signal(signal.SIGINT)
+                    assert process.stdout.readline() == f"interrupted {handled} True\n", verb
+                finally:
+                    send(silent, signal.SIGCONT)
+            process.stdin.close()
+            assert process.stdout.readline() == f"{MIB}\n"
+            assert process.wait(60) == 0

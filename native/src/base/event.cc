@@ -28,7 +28,7 @@ void Event::set() {
   if ((old & ~kFlags) != 0) reinterpret_cast<Kickable*>(old & ~kFlags)->kick();
 }
 
-bool Event::wait(Deadline deadline) {
+bool Event::wait(Deadline deadline, bool* signalled) {
   for (;;) {
     const uint64_t old = state_.fetch_or(kSleeping, std::memory_order_acq_rel);
     if ((old & kSet) != 0) return true;
@@ -38,6 +38,10 @@ bool Event::wait(Deadline deadline) {
                             deadline.is_never() ? nullptr : &at, nullptr, FUTEX_BITSET_MATCH_ANY);
     if (is_set()) return true;
     if (rc != 0 && errno == ETIMEDOUT) return false;
+    if (rc != 0 && errno == EINTR && signalled != nullptr) {
+      *signalled = true;
+      return false;
+    }
   }
 }
 

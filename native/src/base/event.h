@@ -24,7 +24,8 @@ class Event {
   void set();
   bool is_set() const { return (state_.load(std::memory_order_acquire) & kSet) != 0; }
   // False: the deadline passed first. Sleeps; use Loop::wait where the loop's peers set the event.
-  bool wait(Deadline deadline);
+  // With `signalled`, also when a signal comes, and then that is true.
+  bool wait(Deadline deadline, bool* signalled = nullptr);
 
   // From now on set() kicks `driver`, until end_driving(). False: it is set already.
   bool begin_driving(Kickable* driver);

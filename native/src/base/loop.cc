@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -20,6 +21,8 @@ constexpr int kRoleTries = 60;  // of about 40 ns: the progress thread holds the
 constexpr int kTickMs = 1;
 constexpr int64_t kQuickNs = 100'000;  // a driver that is back by then is expected to be again
 constexpr uint32_t kQuickDrives = 8;   // in a row, and none longer than a tick, before it is believed
+
+std::atomic<int32_t (*)()> ask_signal{nullptr};
 
 int32_t add_to(int epoll, int fd, uint64_t id) {
   epoll_event event{};
@@ -218,9 +221,10 @@ void Loop::run_shared_calls() {
 // ---- progress ------------------------------------------------------------------------------
 
 // One look at a set. With `until`, a driver's: no more than it needs.
-void Loop::handle(int epoll, int timeout_ms, const Event* until) {
+void Loop::handle(int epoll, int timeout_ms, const Event* until, bool* signalled) {
   std::array<epoll_event, 32> events;
   const int n = epoll_wait(epoll, events.data(), static_cast<int>(events.size()), timeout_ms);
+  if (n < 0 && errno == EINTR && signalled != nullptr) *signalled = true;
   for (int i = 0; i < n; ++i) {
     const epoll_event& event = events[static_cast<size_t>(i)];
     if (event.data.u64 == kWakeId) {
@@ -272,15 +276,31 @@ void Loop::run() {
   }
 }
 
-bool Loop::wait(Event& event, Deadline deadline) {
+bool Loop::wait(Event& event, Deadline deadline) { return wait_once(event, deadline, nullptr); }
+
+void Loop::on_signal(int32_t (*ask)()) { ask_signal = ask; }
+
+// The handler runs here, where nothing is held: it may use the same engine.
+bool Loop::wait_or_signal(Event& event, Deadline deadline, bool* signalled) {
+  for (;;) {
+    bool came = false;
+    const bool is_set = wait_once(event, deadline, &came);
+    if (is_set || !came) return is_set;
+    const auto ask = ask_signal.load();
+    *signalled = ask != nullptr && getpid() == gettid() && ask() != 0;
+    if (*signalled) return false;
+  }
+}
+
+bool Loop::wait_once(Event& event, Deadline deadline, bool* signalled) {
   for (int i = 0; i < kRoleTries; ++i) {
     if (event.is_set()) return true;
-    if (drive(event, deadline)) return event.is_set();
+    if (drive(event, deadline, signalled)) return event.is_set();
     relax();
   }
   ++sleepers_;
   watch();  // whoever keeps the set may not come back
-  const bool is_set = event.wait(deadline);
+  const bool is_set = event.wait(deadline, signalled);
   --sleepers_;
   return is_set;
 }
@@ -356,8 +376,9 @@ void Loop::end_driving() {
   lent_ = Lent::kNot;
 }
 
-// False: somebody else makes progress. True: the event is set, or the deadline has passed.
-bool Loop::drive(Event& event, Deadline deadline) {
+// False: somebody else makes progress. True: the event is set, the deadline has passed, or a signal
+// came that is to be looked at.
+bool Loop::drive(Event& event, Deadline deadline, bool* signalled) {
   if (on_progress() || drives_shared()) return false;
   const std::unique_lock role(role_, std::try_to_lock);
   if (!role || stopping_) return false;
@@ -367,8 +388,9 @@ bool Loop::drive(Event& event, Deadline deadline) {
     while (!event.is_set() && !deadline.passed() && !stopping_) {
       const bool timed = driver_deadline_ns_ == 0;  // else the progress thread looks at the time
       try {
-        handle(shared_.get(), timed ? deadline.left_ms() : -1, &event);
+        handle(shared_.get(), timed ? deadline.left_ms() : -1, &event, signalled);
         run_shared_calls();
+        if (signalled != nullptr && *signalled) break;
       } catch (const std::bad_alloc&) {
         continue;  // as in run()
       }

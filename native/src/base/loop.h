@@ -75,6 +75,10 @@ class Loop final : private Kickable {
   // Wait for an event that a peer, or a thread of this engine, will set; makes progress meanwhile
   // when nobody else does. False: the deadline passed first.
   bool wait(Event& event, Deadline deadline);
+  // Likewise, and ends with `signalled` when a signal came whose handler wants that (on_signal).
+  bool wait_or_signal(Event& event, Deadline deadline, bool* signalled);
+  // Asked on the main thread when a signal has interrupted it there; not 0 ends the wait.
+  static void on_signal(int32_t (*ask)());
 
   bool on_progress() const { return std::this_thread::get_id() == progress_id_.load(); }
   // The caller holds the role of the shared set. To be asserted by what it protects.
@@ -93,13 +97,14 @@ class Loop final : private Kickable {
   void run();
   void wake();
   void kick() override;
-  bool drive(Event& event, Deadline deadline);
+  bool wait_once(Event& event, Deadline deadline, bool* signalled);
+  bool drive(Event& event, Deadline deadline, bool* signalled);
   void lend(bool lent);
   void begin_driving(Deadline deadline);
   void end_driving();
   void tick_on_progress();
   bool ticks() const { return lent_ == Lent::kDriven || lent_ == Lent::kKept; }
-  void handle(int epoll, int timeout_ms, const Event* until);
+  void handle(int epoll, int timeout_ms, const Event* until, bool* signalled = nullptr);
   void handle_shared_on_progress();
   std::shared_ptr<Source> source_of(uint64_t id);
   int next_timeout_ms();

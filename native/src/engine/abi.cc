@@ -296,11 +296,15 @@ int32_t mc_batch_submit(mc_engine* engine, uint64_t id, mc_slice* slices, uint64
 int32_t mc_batch_wait(mc_batch* batch, uint32_t timeout_ms) {
   if (batch == nullptr) return fail(MC_E_USAGE, "the batch is null");
   if (batch->generation != fork_generation) return fail(MC_E_USAGE, "%s", kForked);
-  if (!batch->batch->wait(batch->core->loop(), Deadline::in_ms(timeout_ms))) {
+  bool signalled = false;
+  if (!batch->batch->wait(batch->core->loop(), Deadline::in_ms(timeout_ms), &signalled)) {
+    if (signalled) return fail(MC_E_SIGNAL, "interrupted by a signal");
     return fail(MC_E_TIMEOUT, "the batch is not done yet");
   }
   return outcome_of(*batch->batch);
 }
+
+void mc_on_signal(int32_t (*ask)(void)) { mc::Loop::on_signal(ask); }
 
 int32_t mc_batch_done(mc_batch* batch) {
   return batch != nullptr && batch->batch->done() ? 1 : 0;

@@ -338,13 +338,15 @@ int32_t Engine::request(uint64_t id, const MessageHead& head, const void* data, 
   } catch (const std::bad_alloc&) {
     status = fail(MC_E_OUT_OF_SPACE, "no memory for the request");  // the waiter must not stay
   }
-  if (status == MC_OK && !loop_.wait(out->done, deadline)) {
-    status = fail(MC_E_TIMEOUT, "no reply from %s before the deadline",
-                  peer->introduction.address.c_str());
+  bool signalled = false;
+  if (status == MC_OK && !loop_.wait_or_signal(out->done, deadline, &signalled)) {
+    status = signalled ? fail(MC_E_SIGNAL, "interrupted by a signal")
+                       : fail(MC_E_TIMEOUT, "no reply from %s before the deadline",
+                              peer->introduction.address.c_str());
   }
   if (status != MC_OK) {
     peer->requests.remove(numbered.correlation);
-    if (!out->done.is_set()) return status;
+    if (signalled || !out->done.is_set()) return status;
   }
   return out->failure.raise();
 }

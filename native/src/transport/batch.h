@@ -75,7 +75,10 @@ class Batch {
 
   bool done() const { return done_.is_set(); }
   // Makes progress meanwhile. False: the deadline passed first.
-  bool wait(Loop& loop, Deadline deadline) { return loop.wait(done_, deadline); }
+  bool wait(Loop& loop, Deadline deadline, bool* signalled = nullptr) {
+    return signalled == nullptr ? loop.wait(done_, deadline)
+                                : loop.wait_or_signal(done_, deadline, signalled);
+  }
   Failure outcome() const;  // of a batch that is done
   int32_t event_fd(int* out);
 
