@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from numbers import Integral
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -120,12 +119,7 @@ class ReadSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._rows = [b""] * len(self._keys)
         self._objects = [0] * len(self._keys)
 
@@ -263,10 +257,5 @@ class WriteSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abandon()

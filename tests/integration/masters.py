@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count as numbers
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from etcd_cluster import EtcdCluster, free_ports
@@ -147,12 +146,7 @@ class Masters:
     def __enter__(self) -> Masters:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
