@@ -262,6 +262,7 @@ class Contender:
         self._suspicion = Suspicion(settings.leader_lease_ms)
         self._probe = Probe(self._suspicion, setup.clock.now_ms)
         self._reign: Reign | None = None
+        self._follower: Follower | None = None  # while it follows, and knows all
         self._leader = ""
         self._term = 0
         self._session: Session | None = None
@@ -290,9 +291,17 @@ class Contender:
 
     def catalog_numbers(self) -> dict[str, float]:
         reign = self._reign
-        if reign is None:
-            return {"leading": 0}
-        return {"leading": 1, **reign.catalog_numbers()}
+        if reign is not None:
+            return {"leading": 1, **reign.catalog_numbers()}
+        return {"leading": 0, **self._would_serve()}
+
+    def _would_serve(self) -> dict[str, float]:
+        """What this master knows while another one leads: objects, and records of the log."""
+        follower = self._follower
+        if follower is None:
+            return {}
+        known = len(follower.shadow.state.table)
+        return {"followed_objects": known, "followed_records": follower.sequence}
 
     def close(self) -> None:
         self._stop.set()
@@ -314,6 +323,7 @@ class Contender:
                 self._identity = self._store.log.identity()
                 follower.load()
                 self._in_touch, self._heard_ms = True, self._setup.clock.now_ms()
+                self._follower = follower
                 session = self._follow(follower)
                 if session is not None:
                     self._lead(session, follower)
@@ -327,6 +337,7 @@ class Contender:
                 log.exception("the contender thread met a defect")
                 self._stop.wait(RETRY_MS / 1000)
             finally:
+                self._follower = None
                 follower.close()
 
     def _follow(self, follower: Follower) -> Session | None:

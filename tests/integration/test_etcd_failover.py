@@ -22,6 +22,7 @@ from masters import CLOCK, Load, Masters, T, until, value_of
 from mooncake_py import StoreClient
 from mooncake_py.errors import MooncakeError, NotLeader
 from mooncake_py.master.client import MasterClient
+from mooncake_py.master.etcd import EtcdClient
 from mooncake_py.model import ReplicaPolicy
 from mooncake_py.wire import answers, lane
 from mooncake_py.wire.etcd import pb
@@ -169,6 +170,32 @@ def test_f62_a28_an_outage_of_etcd_stops_writes_and_not_reads(
         assert during
         assert all(error.retryable for _, _, error in during)
         assert max(ended - began for began, ended, _ in during) <= Load.PUT_MS + 500
+
+
+def test_a28_a_lease_that_etcd_took_away_is_noticed_and_all_that_it_bound_is_made_anew(
+    tmp_path: Path, etcd: EtcdCluster
+) -> None:
+    """An operator revokes it, or etcd was restored from a backup: twice, with one master alone."""
+    with Masters(tmp_path, etcd, 1, node_count=1) as masters, closing(etcd.client()) as admin:
+        load = Load(masters.address, writers=1)
+        try:
+            for _ in range(2):
+                load.wait_for_success_after(CLOCK.now_ms(), 10_000)
+                holder, _ = admin.get(b"/mooncake/leader", T)
+                assert holder is not None
+                admin.lease_revoke(holder.lease, T)
+                gone = (0, holder.lease)
+                until(lambda gone=gone: _lease(admin) not in gone, 10_000, "a lease")  # type: ignore[misc]
+                load.wait_for_success_after(CLOCK.now_ms(), 10_000)
+        finally:
+            load.stop()
+        with StoreClient(masters.address) as client:
+            load.check(client)
+
+
+def _lease(admin: EtcdClient) -> int:
+    holder, _ = admin.get(b"/mooncake/leader", T)
+    return 0 if holder is None else holder.lease
 
 
 def test_an_idle_leader_writes_nothing(tmp_path: Path, etcd: EtcdCluster) -> None:

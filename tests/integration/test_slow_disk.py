@@ -6,6 +6,7 @@ the disk's folder, as a spinning or throttled disk would.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
@@ -21,6 +22,8 @@ from mooncake_py.errors import MooncakeError, ObjectNotFound
 from mooncake_py.ops.cluster import Cluster
 
 WAIT_MS = 100
+PUTS = int(os.environ.get("MOONCAKE_SLOW_DISK_PUTS", "0"))  # to be measured
+PACE_S = 0.004
 NBYTES = 256 * KIB
 SLOW = r"""
 #define _GNU_SOURCE
@@ -132,6 +135,37 @@ def test_a20_f41_a_slow_disk_holds_up_neither_puts_nor_reads_of_memory_nor_liven
         joins.join(30)
         assert sorted(put_ms)[len(put_ms) // 2] < WAIT_MS / 2, "puts wait for the disk"
         assert sorted(hot_ms)[len(hot_ms) // 2] < WAIT_MS / 2, "reads of memory wait for the disk"
+
+
+@pytest.mark.skipif(not PUTS, reason="MOONCAKE_SLOW_DISK_PUTS=2000 measures")
+@pytest.mark.parametrize("tier", ["none", "fast", "slow"])
+def test_f41_puts_under_eviction_take_as_long_with_a_slow_disk_as_without(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    if tier != "slow":
+        monkeypatch.setenv("SLOW_MS", "0")
+    if tier == "none":
+        cluster.options = replace(cluster.options, node_arguments=())
+    pause = threading.Event()
+    with cluster, StoreClient(cluster.address) as store:
+        for i in range(MEMORY // NBYTES):
+            store.put(f"old{i}", value("old", NBYTES))
+        took: list[float] = []
+        failed = 0
+        for i in range(PUTS):
+            ms, outcome = timed(store.put, f"more{i}", value("more", NBYTES))
+            took.append(1_000 * ms)
+            failed += isinstance(outcome, MooncakeError)
+            pause.wait(PACE_S)
+        took.sort()
+        counted = numbers(cluster)
+        found = [f"{took[len(took) * part // 1000]:.1f}" for part in (500, 990, 999)]
+        print(
+            f"{tier}: puts of 256 KiB, ms p50 p99 p99.9 {' '.join(found)}; {failed} failed; "
+            f"offloads {counted.get('disk_offloads', 0):.0f}, evictions {counted['evictions']:.0f}"
+        )
+        assert not failed
+        assert took[len(took) // 2] < WAIT_MS / 2
 
 
 def test_f41_a_read_of_a_slow_disk_takes_its_time_or_ends_with_its_deadline(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 
+import pytest
 from promises import ROOT, covered, promises, required
 
 
@@ -18,17 +19,18 @@ def test_tests_name_only_promises_that_exist() -> None:
     assert set(covered()) <= set(promises())
 
 
-def test_every_sentence_about_the_engine_has_tests_that_exist() -> None:
+@pytest.mark.parametrize("room", ["conformance", "integration"])
+def test_every_sentence_has_tests_that_exist(room: str) -> None:
     tests = ROOT / "tests"
-    table = tomllib.loads((tests / "conformance/sentences.toml").read_text())
+    table = tomllib.loads((tests / room / "sentences.toml").read_text())
     battery = "".join(
         (tests / "conformance" / name).read_text()
         for name in ("transport_battery.py", "transport_lifetimes.py")
     )
     missing = [
         f"{sentence}: {test}"
-        for room in table.values()
-        for sentence, held in room.items()
+        for part in table.values()
+        for sentence, held in part.items()
         for test in held or ["nothing"]
         if not _exists(test, battery)
     ]

@@ -17,7 +17,7 @@ ALLOWED = (
     "native/bench/*.cc", "native/README.md", "native/python/*.c",
     "proto/*.proto", "proto/generate.py",
     "compat/pyproject.toml", "compat/*.py",
-    "deploy/*", "tests/*.py", "tests/repo/promises.toml", "tests/conformance/sentences.toml",
+    "deploy/*", "tests/*.py", "tests/repo/promises.toml", "tests/*/sentences.toml",
     "benchmarks/*.py", "examples/*.py",
 )  # fmt: skip
 FILE_MAX_BYTES = 100_000
