@@ -6,6 +6,7 @@ views of the same layouts are in `wire/rows.py`; the C one in `native/abi/memory
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass
 
@@ -103,3 +104,26 @@ class ReplicaPolicy:
 
 
 DEFAULT_POLICY = ReplicaPolicy()
+
+NAMED_GROUP = 1 << 62  # in the number of a group: other puts may join it
+FOLLOWS = 1 << 61  # in that of a member: its own end ends nobody else
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of a tenant's objects by its name, which other puts, and other clients, may join.
+
+    Each member is seen as soon as it is there. They end together: when one is evicted, removed or
+    lost, all are; a lease of one protects all, and its latest use decides when the group goes. A
+    member that follows ends with the others, too, but its own end is nobody else's. Beyond 1,024
+    members nobody joins any more: such an object is in no group.
+    """
+
+    name: str
+    follows: bool = False
+
+    def number(self, tenant: str) -> int:
+        """By which the master knows it."""
+        digest = hashlib.blake2b(f"{tenant}\0{self.name}".encode(), digest_size=8).digest()
+        number = NAMED_GROUP | int.from_bytes(digest, "little") & (FOLLOWS - 1)
+        return number | FOLLOWS if self.follows else number

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from mooncake_py._native.memory import address_of
-from mooncake_py.model import ReplicaPolicy
+from mooncake_py.model import Group, ReplicaPolicy
 
 SOFT_PIN_DEFAULT_MS = 30 * 60_000  # when it is asked for without a time
 
@@ -71,13 +72,13 @@ def policy_of(config: Any) -> ReplicaPolicy:
     )
 
 
-def groups_of(config: Any, count: int) -> list[int]:
-    """A number a key for its group id; empty when there are none, or not one a key."""
+def groups_of(config: Any, count: int) -> list[int | Group]:
+    """The group of each key by its id, which other calls may name, too; empty when there are none,
+    or not one a key."""
     ids = None if config is None else config.group_ids
     if not ids or len(ids) != count:
         return []
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(each, len(numbers) + 1) if each else 0 for each in ids]
+    return [Group(str(each)) if each else 0 for each in ids]
 
 
 class BufferHandle(bytearray):
@@ -91,19 +92,66 @@ class BufferHandle(bytearray):
         return address_of(self)[0]
 
 
-class ReplicaDescriptor:
-    """Where one replica lies. All of ours are in memory as far as clients can tell."""
+class ReplicaStatus(IntEnum):
+    UNDEFINED = 0
+    INITIALIZED = 1
+    PROCESSING = 2
+    COMPLETE = 3
+    REMOVED = 4
+    FAILED = 5
 
-    def __init__(self, size: int, endpoint: str) -> None:
-        self.size = size
-        self.transport_endpoint = endpoint
-        self.status = "COMPLETE"
+
+@dataclass(frozen=True, slots=True)
+class BufferDescriptor:
+    """Bytes in a node's memory. Ours are read by asking for their key: the address is not told (0).
+    transport_endpoint: the node's name, as in `preferred_segment`."""
+
+    size: int
+    transport_endpoint: str
+    buffer_address: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDescriptor:
+    buffer_descriptor: BufferDescriptor
+
+
+@dataclass(frozen=True, slots=True)
+class DiskDescriptor:
+    """On a node's own disk. How it names its files is its business: the path is not told ("")."""
+
+    object_size: int
+    transport_endpoint: str
+    file_path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDescriptor:
+    """Where one replica lies, as the master said: on which node, in its memory or on its disk."""
+
+    size: int
+    transport_endpoint: str
+    on_disk: bool = False
+    status: ReplicaStatus = ReplicaStatus.COMPLETE
 
     def is_memory_replica(self) -> bool:
-        return True
+        return not self.on_disk
 
     def is_disk_replica(self) -> bool:
+        """On a file system that all share: there is none here."""
         return False
 
     def is_local_disk_replica(self) -> bool:
-        return False
+        return self.on_disk
+
+    def get_memory_descriptor(self) -> MemoryDescriptor:
+        """Raises RuntimeError for one that is on a disk."""
+        if self.on_disk:
+            raise RuntimeError("this replica is on a disk")
+        return MemoryDescriptor(BufferDescriptor(self.size, self.transport_endpoint))
+
+    def get_disk_descriptor(self) -> DiskDescriptor:
+        """Raises RuntimeError for one that is in memory."""
+        if not self.on_disk:
+            raise RuntimeError("this replica is in memory")
+        return DiskDescriptor(self.size, self.transport_endpoint)

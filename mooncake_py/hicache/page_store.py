@@ -30,7 +30,7 @@ from mooncake_py.errors import (
     TransferTimeout,
 )
 from mooncake_py.hicache.settings import HiCacheSettings
-from mooncake_py.model import BATCH_MAX_KEYS, ReplicaPolicy
+from mooncake_py.model import BATCH_MAX_KEYS, Group, ReplicaPolicy
 from mooncake_py.store.client import StoreClient
 from mooncake_py.store.regions import RegisteredMemory
 
@@ -84,9 +84,9 @@ class PageStore:
         return self._try("exists", ask, [False] * len(keys)) if keys else []
 
     def put(
-        self, keys: Sequence[str], values: Sequence[Any], groups: Sequence[int] = ()
+        self, keys: Sequence[str], values: Sequence[Any], groups: Sequence[int | Group] = ()
     ) -> list[bool]:
-        """Store values; those of one group (a number above 0) have one fate."""
+        """Store values; those of one group (as in StoreClient.put_batch) have one fate."""
 
         def write() -> list[bool]:
             outcomes = self._client.put_batch(

@@ -6,7 +6,9 @@
 
 Rules.
 * One page of one pool is one object (with split heads one a target rank), so a page is there whole
-  or not at all. Objects of one page that are written in one call have one fate.
+  or not at all. All objects of a page are one group, whichever call wrote them: pools that every
+  page needs end with each other, and what only the last pages need (windows, state) ends with them
+  but may go before.
 * Bytes are read from and written into the registered host pool; the generic calls and pools that
   cannot say where their pages lie cost one copy more.
 * No call raises because of the store, and none takes longer than its setting says: what cannot be
@@ -50,6 +52,7 @@ from mooncake_py.hicache.sglang_release import (
     stats_maker,
 )
 from mooncake_py.hicache.side_pools import PoolAsk, boundary, possible
+from mooncake_py.model import Group
 from mooncake_py.store.raw_memory import RawMemory
 
 logger = logging.getLogger(__name__)
@@ -241,7 +244,7 @@ class HiCacheBackend(kinds.HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         pool = self._pools.get(KV)
         if pool is None:
             return [self._is_logical()] * len(keys)
-        return self._write([(pool, keys, host_indices)])[0]
+        return self._write([(pool, keys, host_indices, False)])[0]
 
     def _is_logical(self) -> bool:
         """The main pool only hands out indices; its pages are those of the side pools."""
@@ -261,29 +264,39 @@ class HiCacheBackend(kinds.HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         self._note(self._reads, boundary(done), host, start)
         return done
 
-    def _write(self, asks: Sequence[tuple[_Pool, Sequence[str], Any]]) -> list[list[bool]]:
-        """Store pages of one or several pools at once. Objects of one page have one fate."""
+    def _write(self, asks: Sequence[tuple[_Pool, Sequence[str], Any, bool]]) -> list[list[bool]]:
+        """Store pages of one or several pools at once: (pool, keys, indices, do its objects follow
+        the others of their page?)."""
         names: list[str] = []
         values: list[Any] = []
-        pages: list[str] = []
+        groups: list[int | Group] = []
         start = stopwatch_ns()
-        for pool, keys, indices in asks:
+        for pool, keys, indices, follows in asks:
             host, count = pool.host, len(keys)
             names += page_keys(pool.prefixes, keys)
-            pages += [key for key in keys for _ in pool.prefixes]
+            groups += self._groups(pool, keys, follows)
             values += (
                 host.staged_values(indices, count)
                 if host.staged
                 else host.values(self._arenas, indices, count)
             )
-        stored = self._store.put(names, values, _groups(pages))
+        stored = self._store.put(names, values, groups)
         results, at = [], 0
-        for pool, keys, _ in asks:
+        for pool, keys, _, _ in asks:
             end = at + len(keys) * len(pool.prefixes)
             results.append(_by_page(stored[at:end], len(pool.prefixes)))
             at = end
             self._note(self._writes, sum(results[-1]), pool.host, start)
         return results
+
+    def _groups(self, pool: _Pool, keys: Sequence[str], follows: bool) -> list[int | Group]:
+        """One a page, for its objects in all pools, named as its first object in the main pool. A
+        page of one object needs none."""
+        each = len(pool.prefixes)
+        if len(self._pools) == 1:
+            return [i + 1 for i in range(len(keys)) for _ in range(each)] if each > 1 else []
+        first = self._pools.get(KV) or self._pools[min(self._pools)]
+        return [Group(first.prefixes[0] + key, follows) for key in keys for _ in range(each)]
 
     # --- several pools ---
 
@@ -329,7 +342,10 @@ class HiCacheBackend(kinds.HiCacheStorage):  # type: ignore[misc]  # SGLang has 
             for transfer in transfers
             if (pool := self._pool_of(transfer)) is not None and transfer.keys
         ]
-        asks = [(pool, transfer.keys, transfer.host_indices) for pool, transfer in known]
+        asks = [
+            (pool, transfer.keys, transfer.host_indices, _policy_of(transfer) == "trailing_pages")
+            for pool, transfer in known
+        ]
         for (_, transfer), stored in zip(known, self._write(asks) if asks else [], strict=True):
             results[transfer.name] = stored
         return results
@@ -363,9 +379,9 @@ class HiCacheBackend(kinds.HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         target_sizes: Any = None,
     ) -> bool:
         given = list(values if values is not None else target_locations)
-        names, parts, _, ends = self._flat(keys, given, target_sizes)
-        groups = [i + 1 for i, count in enumerate(ends) for _ in range(count)]
-        return all(self._store.put(names, parts, groups if len(names) > len(keys) else ()))
+        names, parts, _, _ = self._flat(keys, given, target_sizes)
+        groups = self._groups(self._pools[KV], keys, False)
+        return all(self._store.put(names, parts, groups if len(groups) == len(names) else ()))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         (found,) = self.batch_get(
@@ -470,18 +486,15 @@ def _take_pages(objects: Iterator[bool], count: int, pool: _Pool) -> list[bool]:
     return _by_page([next(objects) for _ in range(count * each)], each)
 
 
-def _groups(pages: Sequence[str]) -> list[int]:
-    """A number above 0 for the objects of each page that has several in this call."""
-    numbers: dict[str, int] = {}
-    groups = [numbers.setdefault(page, len(numbers) + 1) for page in pages]
-    return groups if len(numbers) < len(pages) else []
-
-
 def _ask_of(transfer: Any) -> PoolAsk:
-    policy = getattr(transfer, "hit_policy", "all_pages")
     return PoolAsk(
-        policy=str(getattr(policy, "value", policy)),
+        policy=_policy_of(transfer),
         trailing=len(transfer.keys or ()),
         block_pages=int(getattr(transfer, "block_pages", 0) or 0),
         group_pages=int(getattr(transfer, "group_pages", 0) or 0),
     )
+
+
+def _policy_of(transfer: Any) -> str:
+    policy = getattr(transfer, "hit_policy", "all_pages")
+    return str(getattr(policy, "value", policy))

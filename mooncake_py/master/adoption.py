@@ -10,6 +10,7 @@ from mooncake_py.master.allocator import UNIT_BYTES
 from mooncake_py.master.commands import Inventory, Name
 from mooncake_py.master.commits import commit, dress, replace_former
 from mooncake_py.master.events import STORED
+from mooncake_py.master.groups import is_named
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import GONE, Segment
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
@@ -90,7 +91,8 @@ class Page:
             return True
         if not self._owed(found):
             return self._is_gathered(found)
-        return self._gather(found) if found.group else self._adopt(found)
+        together = found.group and not is_named(found.group)
+        return self._gather(found) if together else self._adopt(found)
 
     def _is_gathered(self, found: _Found) -> bool:
         """Has this node told of this one before?"""

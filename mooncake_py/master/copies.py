@@ -38,6 +38,7 @@ from mooncake_py.master.commands import (
     TaskList,
     Tasks,
 )
+from mooncake_py.master.groups import is_named
 from mooncake_py.master.membership import ALIVE, AWAY, DRAINING, GONE, SUSPECT, Segment
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK
 from mooncake_py.master.placement import Placer
@@ -159,7 +160,7 @@ def _hand_out(
             generation=copy.of,
         ),
         group=(group := table.groups.get(slot, 0)),
-        members=len(state.groups.mates(group)) if group else 0,
+        members=len(state.groups.mates(group)) if group and not is_named(group) else 0,
         length=table.length[slot],
         generation=copy.generation,
         offset=(copy.target & PLACE_MASK) * EXTENT_ALIGN_BYTES,

@@ -4,18 +4,28 @@ Rules. Which object is next the order of eviction says (`eviction.py`), within o
 all, borrowers that are over their quota first. Those that `tiering.py` has set aside come before
 the others. An object that is on a disk loses its replicas in memory and lives on; any other ends.
 Something evictable is never passed over: when nothing else is left, what is on its way to a disk
-goes, too. Pure.
+goes, too. A group by name is as old as its latest use, and pinned while one that leads is. Pure.
 """
 
 from __future__ import annotations
 
 from mooncake_py.master.disks import Ready
+from mooncake_py.master.groups import is_named
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE
-from mooncake_py.master.objects import GROUP, ON_DISK, PARKED, PLACE_BITS
+from mooncake_py.master.objects import (
+    GROUP,
+    HARD_PIN,
+    ON_DISK,
+    PARKED,
+    PLACE_BITS,
+    READ,
+    SOFT_PIN,
+)
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.tenant import Tenant
 from mooncake_py.master.work import Work
+from mooncake_py.model import FOLLOWS
 
 _SET_ASIDE_MS = 1_000  # an object whose end would free nothing useful is looked at again later
 _NOT_READY = "not_ready"
@@ -49,8 +59,7 @@ def evict(
             state.aside[slot] = state.table.generation[slot]
             state.aside_version = state.members.version
             continue
-        if state.table.flags[slot] & GROUP and (until := state.leased_until(slot)) > now_ms:
-            owner.pool.set_aside(slot, until)
+        if state.table.flags[slot] & GROUP and _spared_by_group(state, slot, now_ms):
             continue
         owner.counters["evictions"] += 1
         freed += _let_go(state, work, slot, cause, now_ms)
@@ -68,6 +77,27 @@ def evict_what_disks_hold(state: CatalogState, work: Work, now_ms: int) -> int:
         return 0
     state.tenants.at(state.table.tenant[slot]).counters["evictions"] += 1
     return _let_go(state, work, slot, "", now_ms)
+
+
+def _spared_by_group(state: CatalogState, slot: int, now_ms: int) -> bool:
+    """Is another member read, pinned, or of a later use than this one? It is not asked again then
+    before that ends, or it has been as long unused as that one."""
+    table = state.table
+    pool, name = state.tenants.at(table.tenant[slot]).pool, table.groups[slot]
+    if (until := state.leased_until(slot)) > now_ms:
+        pool.set_aside(slot, until)
+        return True
+    if not is_named(name) or name & FOLLOWS:
+        return False
+    pins = HARD_PIN | SOFT_PIN
+    own, used_ms, mates = table.flags[slot], table.stamp[slot], state.groups.leaders(name)
+    if any(table.flags[each] & pins & ~own for each in mates):
+        pool.set_aside(slot, now_ms + _SET_ASIDE_MS)
+        return True
+    latest_ms = max((table.stamp[each] for each in mates if table.flags[each] & READ), default=0)
+    if latest_ms > used_ms:
+        pool.touch([slot], latest_ms)
+    return latest_ms > used_ms
 
 
 def _let_go(state: CatalogState, work: Work, slot: int, cause: str, now_ms: int) -> int:

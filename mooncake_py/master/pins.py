@@ -21,6 +21,7 @@ from typing import NamedTuple
 from mooncake_py.errors import OK, ObjectNotFound, OutOfSpace, QuotaExceeded, UsageError
 from mooncake_py.master import records
 from mooncake_py.master.commands import Applied, Pin, Refused, Statuses
+from mooncake_py.master.groups import is_named
 from mooncake_py.master.objects import COLD, GROUP, HARD_PIN, SOFT_PIN
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.tenant import Tenant
@@ -107,7 +108,7 @@ class _Pin:
         if slot is None:
             return ObjectNotFound.code
         slots = [slot]
-        if table.flags[slot] & GROUP:
+        if table.flags[slot] & GROUP and not is_named(table.groups[slot]):
             name = table.groups[slot]
             if not state.groups.whole(name):
                 return ObjectNotFound.code

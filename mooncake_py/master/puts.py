@@ -28,7 +28,7 @@ from mooncake_py.master.commands import (
 )
 from mooncake_py.master.commits import still_there
 from mooncake_py.master.evicting import evict
-from mooncake_py.master.groups import names_of
+from mooncake_py.master.groups import is_named, names_of
 from mooncake_py.master.objects import COLD, PLACE_BITS, PLACE_MASK
 from mooncake_py.master.pins import RoomForPins, ends_of
 from mooncake_py.master.placement import Placer, handicaps
@@ -400,7 +400,9 @@ class _PutStart:
             stripe = self.stripes.get(i)
             if stripe is None:
                 continue
-            name = groups[position] = groups[position] or put.first + position
+            if not groups[position] or is_named(groups[position]):
+                groups[position] = put.first + position
+            name = groups[position]
             put.lengths[position] = stripe.lengths[0]
             for number in range(1, len(stripe.places)):
                 self.owners.append(i)
@@ -424,7 +426,7 @@ class _PutStart:
             generation += 1
             digest = digests[16 * i : 16 * i + 16]
             group = put.groups[generation - put.first] if put.groups else 0
-            size = members[group] << MEMBERS_SHIFT if group else 0
+            size = members[group] << MEMBERS_SHIFT if group and not is_named(group) else 0
             for place in replicas:
                 index = place >> PLACE_BITS
                 entry = entries.get(index)

@@ -35,6 +35,7 @@ from mooncake_py.master.commands import (
     Report,
     Statuses,
 )
+from mooncake_py.master.groups import is_named
 from mooncake_py.master.lease import lease_length_ms
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, DRAINING, SUSPECT
@@ -231,8 +232,9 @@ def _rows_of(
 
 
 def _readable_places(state: CatalogState, slot: int, now_ms: int) -> list[int]:
-    """Places that a reader may be sent to; none unless the whole group can be read."""
-    if state.table.flags[slot] & GROUP:
+    """Places that a reader may be sent to; none unless the whole group can be read, if it is one of
+    a put."""
+    if state.table.flags[slot] & GROUP and not is_named(state.table.groups[slot]):
         name = state.table.groups[slot]
         if not state.groups.whole(name) or not all(
             _own_places(state, mate, now_ms) for mate in state.groups.mates(name)

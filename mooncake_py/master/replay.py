@@ -25,6 +25,7 @@ from mooncake_py.master import records
 from mooncake_py.master.allocator import UNIT_BYTES
 from mooncake_py.master.commands import Mount
 from mooncake_py.master.commits import dress
+from mooncake_py.master.groups import is_named
 from mooncake_py.master.membership import RETURNING, Membership
 from mooncake_py.master.objects import (
     PLACE_BITS,
@@ -251,7 +252,7 @@ def _build(state: CatalogState, log: _Log, report: RestoreReport, now_ms: int) -
         _add_grant(state, attempt, _places(members, attempt, granted), report)
     for tenant in state.tenants:
         state.touch(tenant, list(tenant.complete.values()), now_ms)
-    for attempt in (*complete, *writing):
+    for attempt in (*complete, *(each for each in writing if not is_named(each.group))):
         if attempt.group and not _places(members, attempt, granted):
             state.drop_group(attempt.group, now_ms)
     find_short(state)

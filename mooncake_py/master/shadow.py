@@ -24,6 +24,7 @@ from mooncake_py.master.allocator import UNIT_BYTES, Allocator
 from mooncake_py.master.commands import Mount
 from mooncake_py.master.commits import commit, dress
 from mooncake_py.master.eviction import Pool
+from mooncake_py.master.groups import is_named
 from mooncake_py.master.membership import GONE, RETURNING, Segment
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
 from mooncake_py.master.pins import set_pin
@@ -59,6 +60,7 @@ class Shadow:
         self._new: list[int] = []  # slots that are complete since the last `feed`
         self._pinned: set[Pool] = set()  # that got soft pins since then
         self._broken: set[int] = set()  # groups that lost a member with its node
+        self._lost: dict[int, int] = {}  # members so lost -> their group, if it is one by name
         self._youngest = 0
         self._marks = records.Marks(1, 1)
         self._now_ms = 0  # of the newest record
@@ -89,7 +91,7 @@ class Shadow:
         if self._broken:
             for put in filter(_is_grouped, self._running_puts()):
                 state.groups.begin(put)  # so that members in writing are ended with theirs
-        for name in sorted(self._broken):
+        for name in sorted(self._broken.union(self._lost.values())):
             state.drop_group(name, now_ms)
         slots = state.table.live_slots()
         if not self._place(slots):
@@ -224,7 +226,9 @@ class Shadow:
                 continue
             if not places:
                 self.report.objects_without_segment += fields.complete
-                self._broken.update(fields.groups[position : position + 1])
+                group = fields.groups[position] if fields.groups else 0
+                if fields.complete or not is_named(group):
+                    self._break(group, generation)
                 continue
             if put is None or generation != put.first + len(put.keys):
                 groups: list[int] = []
@@ -321,6 +325,7 @@ class Shadow:
 
     def _drop(self, generation: int, until_ms: int) -> None:
         state = self.state
+        self._lost.pop(generation, None)
         slot = self._slots.pop(generation, None)
         if slot is not None:
             state.drop_object(slot, until_ms, self._now_ms)
@@ -340,8 +345,17 @@ class Shadow:
         if kept:
             self.state.drop_replicas(slot, kept, until_ms, self._now_ms)
         else:
-            self._broken.add(self.state.table.groups.get(slot, 0))
+            group = self.state.table.groups.get(slot, 0)
             self._drop(generation, until_ms)
+            self._break(group, generation)
+
+    def _break(self, group: int, generation: int) -> None:
+        """This member was lost with its node. Of a group by name, which may come again, the leader
+        says so when it has ended the others."""
+        if is_named(group):
+            self._lost[generation] = group
+        else:
+            self._broken.add(group)
 
     def _copy(self, generation: int, own: int, segment_id: int, start: int) -> None:
         slot = self._slots.get(generation)
@@ -392,8 +406,10 @@ class Shadow:
             return
         for tenant in state.tenants:
             for put, index in tenant.writing.values():
-                if put.groups and all(
-                    place >> PLACE_BITS == segment.index for place in put.places[index]
+                if (
+                    put.groups
+                    and not is_named(put.groups[index])
+                    and all(place >> PLACE_BITS == segment.index for place in put.places[index])
                 ):
                     self._broken.add(put.groups[index])
         for slot in nodes.lose_at_once(state, segment, self._now_ms):

@@ -16,7 +16,7 @@ from mooncake_py.master import records
 from mooncake_py.master.disks import DiskLists
 from mooncake_py.master.events import EventLog
 from mooncake_py.master.eviction import EvictionOrder, Links, Lru, Pool
-from mooncake_py.master.groups import Groups
+from mooncake_py.master.groups import Groups, is_named
 from mooncake_py.master.lease import RestingExtents
 from mooncake_py.master.lifecycle import COUNTERS, Event, Promise, State, Unseal, end
 from mooncake_py.master.lingering import Lingering, end_extents, extents_of
@@ -45,7 +45,7 @@ from mooncake_py.master.ttls import TtlWatch
 from mooncake_py.master.unrecorded import Unrecorded
 from mooncake_py.master.work import Work
 from mooncake_py.master.worth import Worth
-from mooncake_py.model import EXTENT_ALIGN_BYTES, extent_bytes
+from mooncake_py.model import EXTENT_ALIGN_BYTES, FOLLOWS, extent_bytes
 
 _POLICIES: dict[str, type[Pool]] = {"lru": Lru, "s3fifo": S3Fifo, "cost": Worth}
 _UNTOLD_MS = 1_000  # until a grant is looked at again that nodes have yet to tell of
@@ -154,7 +154,7 @@ class CatalogState:
         self.counters[transition.counter] += 1
         if event is Event.GRANT_EXPIRED:
             self.counters["grants_reclaimed_bytes"] += nbytes
-        if group:
+        if group and not is_named(group):  # of such a one it was no member yet
             self._end_group(work, group, now_ms)
 
     def give_up_grant(self, put: Put, index: int, until_ms: int, now_ms: int) -> int:
@@ -245,7 +245,7 @@ class CatalogState:
         work.drop(generation, until if until > now_ms else 0)
         self.counters[transition.counter] += 1
         work.durable |= transition.durable
-        if group:
+        if group and not (event is Event.REPLACED and is_named(group)):
             freed += self._end_group(work, group, now_ms, removed)
         return freed
 
@@ -289,10 +289,10 @@ class CatalogState:
         tenant.hard_pinned_units += units
 
     def join_group(self, name: int, tenant: Tenant, key: bytes, slot: int) -> None:
-        """This complete object is a member."""
-        self.table.flags[slot] |= GROUP
-        self.table.groups[slot] = name
-        self.groups.join(name, tenant, key, slot)
+        """This complete object is a member, unless there can be no more."""
+        if self.groups.join(name, tenant, key, slot):
+            self.table.flags[slot] |= GROUP
+            self.table.groups[slot] = name
 
     def _end_group(self, work: Work, name: int, now_ms: int, removed: bool = False) -> int:
         """The other members end too; units that became free. `removed`: one was, with its parts."""
@@ -302,7 +302,8 @@ class CatalogState:
         return sum(
             self.end_object(work, slot, Event.GROUP_LOST, now_ms, removed and is_part(key))
             for slot in slots
-            if (key := self.table.key[slot]) is not None and self.table.groups.get(slot) == name
+            if (key := self.table.key[slot]) is not None
+            and self.table.groups.get(slot, 0) & ~FOLLOWS == name
         )
 
     def drop_group(self, name: int, now_ms: int) -> None:
@@ -319,11 +320,11 @@ class CatalogState:
             self.drop_object(slot, until, now_ms)
 
     def leased_until(self, slot: int) -> int:
-        """End of the lease of the object or, if later, of any member of its group."""
+        """End of the lease of the object or, if later, of any that ends with it."""
         table, lease_ms = self.table, self.settings.lease_ms
         if not table.flags[slot] & GROUP:
             return table.leased_until(slot, lease_ms)
-        mates = self.groups.mates(table.groups[slot])
+        mates = self.groups.end_with(table.groups[slot], slot)
         return max(table.leased_until(each, lease_ms) for each in mates)
 
     def find_live(self, work: Work, tenant: Tenant, key: bytes, now_ms: int) -> int | None:

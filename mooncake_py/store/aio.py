@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 from mooncake_py.clock import Deadline
 from mooncake_py.errors import TransferTimeout, UsageError
-from mooncake_py.model import DEFAULT_POLICY, ReplicaPolicy
+from mooncake_py.model import DEFAULT_POLICY, Group, ReplicaPolicy
 from mooncake_py.store.arguments import check_policy
 from mooncake_py.store.client import DEFAULT_TIMEOUT_MS, DEFAULT_TRANSPORTS, StoreClient
 from mooncake_py.store.outcomes import GetOutcome, PutOutcomes
@@ -184,7 +184,7 @@ class AsyncStoreClient:
         values: Sequence[Any],
         *,
         policy: ReplicaPolicy = DEFAULT_POLICY,
-        groups: Sequence[int] = (),
+        groups: Sequence[int | Group] = (),
         upsert: bool = False,
         timeout_ms: int | None = None,
     ) -> PutOutcomes:

@@ -12,6 +12,7 @@ from mooncake_py.model import (
     DEFAULT_POLICY,
     KEY_MAX_BYTES,
     OBJECT_MAX_BYTES,
+    Group,
     ReplicaPolicy,
 )
 from mooncake_py.store.targets import Range
@@ -113,14 +114,29 @@ def _is_range(given: Any) -> bool:
     )
 
 
-def check_groups(keys: Sequence[str], groups: Sequence[int]) -> None:
-    if not isinstance(groups, Sequence) or len(groups) != len(keys):
+def group_numbers(tenant: str, keys: Sequence[str], groups: Sequence[int | Group]) -> Sequence[int]:
+    """The number of each key's group, 0 for none; empty when none was given."""
+    if not isinstance(groups, Sequence) or (groups and len(groups) != len(keys)):
         raise UsageError("one group a key, or none at all", keys=len(keys), groups=groups)
+    numbers: dict[int | Group, int] = {}
     for group in groups:
-        if not _is_whole(group, 0, (1 << 64) - 1):
+        if isinstance(group, Group) and isinstance(group.name, str) and group.name:
+            if group not in numbers:
+                numbers[group] = group.number(tenant)
+        elif _is_whole(group, 0, COUNT_MAX):
+            numbers[group] = int(group)  # type: ignore[arg-type]  # a whole number
+        else:
             raise UsageError(
-                "a group is a whole number", remedy="pass 0 for a key that is in none", got=group
+                f"a group is a whole number up to {COUNT_MAX}, or a Group with a name",
+                remedy="pass 0 for a key that is in none",
+                got=group,
             )
+    return [numbers[group] for group in groups]
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    if max(sizes) > OBJECT_MAX_BYTES:
+        raise UsageError(f"an object has at most {OBJECT_MAX_BYTES} bytes", nbytes=max(sizes))
 
 
 def check_policy(policy: ReplicaPolicy) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, overload
 
 from mooncake_py import errors
@@ -22,14 +23,15 @@ from mooncake_py.clock import Clock, Deadline, SystemClock
 from mooncake_py.errors import MooncakeError, UsageError
 from mooncake_py.master.client import MasterClient
 from mooncake_py.master.commands import CopyObjects
-from mooncake_py.model import DEFAULT_POLICY, OBJECT_MAX_BYTES, TENANT_MAX_BYTES, ReplicaPolicy
+from mooncake_py.model import DEFAULT_POLICY, TENANT_MAX_BYTES, Group, ReplicaPolicy
 from mooncake_py.store.arguments import (
-    check_groups,
     check_paired,
     check_pin,
     check_policy,
     check_ranges,
+    check_sizes,
     check_timeout,
+    group_numbers,
     key_list,
     key_names,
     one_or_many,
@@ -158,7 +160,7 @@ class StoreClient:
         values: Sequence[Any],
         *,
         policy: ReplicaPolicy = DEFAULT_POLICY,
-        groups: Sequence[int] = (),
+        groups: Sequence[int | Group] = (),
         upsert: bool = False,
         timeout_ms: int | None = None,
     ) -> PutOutcomes:
@@ -168,21 +170,20 @@ class StoreClient:
         tried again until the deadline; those for which there can be none (no node is mounted, they
         exceed the cluster) for a second or two only.
 
-        groups: a number a key; keys with the same one above 0 become visible, and end, together."""
+        groups: a number a key; keys with the same one above 0 become visible, and end, together. Or
+        a `model.Group`, which has a name: other puts may join it, and it is evicted as one."""
         names = key_names(keys)
         check_paired("value", keys, values)
         check_policy(policy)
-        if groups:
-            check_groups(keys, groups)
+        numbers = group_numbers(self._tenant, keys, groups)
         pieces = source_pieces(values)
         sizes = pieces.totals()
         if not names:
             return PutOutcomes((), ())
-        if max(sizes) > OBJECT_MAX_BYTES:
-            raise UsageError(f"an object has at most {OBJECT_MAX_BYTES} bytes", nbytes=max(sizes))
+        check_sizes(sizes)
         with self._calls:
             until = self._deadline(timeout_ms)
-            job = PutJob(self._tenant, names, pieces, sizes, policy, until, groups, upsert)
+            job = PutJob(self._tenant, names, pieces, sizes, policy, until, numbers, upsert)
             try:
                 codes, reasons = self._puts.write(job)
             finally:
@@ -337,9 +338,8 @@ class StoreClient:
         ) -> list[GetOutcome]:
             return self._read(keys, names, into, ranges, until, rows)
 
-        return ReadSession(
-            keys, locate, read, lambda: self._deadline(timeout_ms), self._clock.now_ms
-        )
+        deadline, where = partial(self._deadline, timeout_ms), self._directory.segment
+        return ReadSession(keys, locate, read, deadline, self._clock.now_ms, where)
 
     def explain(self, key: str, *, timeout_ms: int | None = None) -> Explanation:
         """Where the object is, by which way it is read from here, or why it cannot be; and how long

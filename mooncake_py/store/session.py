@@ -42,6 +42,7 @@ from mooncake_py.store.buffers import source_span
 from mooncake_py.store.outcomes import GetOutcome
 from mooncake_py.store.regions import RegisteredMemory
 from mooncake_py.store.stripes import object_length
+from mooncake_py.wire.answers import Segment
 from mooncake_py.wire.rows import EXTENT
 
 PIECE_ALIGN_BYTES = 64
@@ -63,12 +64,14 @@ class ReadSession:
         read: Read,
         deadline: Callable[[], Deadline],
         now_ms: Callable[[], int],
+        segment: Callable[[int], Segment],
     ) -> None:
         self._keys = keys
         self._locate = locate
         self._read = read
         self._deadline = deadline
         self._now_ms = now_ms
+        self._segment = segment
         self._rows, self._objects = locate(deadline())
         self._renew_at_ms = self._renewal()
         self.present = [bool(rows) for rows in self._rows]
@@ -76,6 +79,14 @@ class ReadSession:
 
     def __repr__(self) -> str:
         return f"<ReadSession of {len(self._keys)} keys, {sum(map(bool, self._rows))} readable>"
+
+    def homes(self) -> list[list[Segment]]:
+        """Where each object lies, as the master said last: its segments, in memory before disks."""
+        found = []
+        for rows in self._rows:
+            indices = dict.fromkeys(np.frombuffer(rows, EXTENT)["segment_index"].tolist())
+            found.append(sorted(map(self._segment, indices), key=lambda each: each.disk_id > 0))
+        return found
 
     def _renewal(self) -> int:
         """When a third of the shortest lease will be left."""

@@ -193,6 +193,32 @@ def test_a60_objects_of_one_page_have_one_fate(backend: Make, cluster: Cluster) 
     }  # fmt: skip
 
 
+def test_a60_objects_of_one_page_have_one_fate_whichever_call_wrote_them(
+    backend: Make, cluster: Cluster
+) -> None:
+    """SGLang stores the side pools of a page first, and its KV in another call. The page ends with
+    what every page needs; a window may go before it."""
+    made = backend(pools.mha_pool("page_first"))
+    for name in (PoolName.INDEXER, PoolName.SWA):
+        made.register_mem_host_pool_v2(pools.mha_pool("page_first"), name)
+    keys = pools.hashes(3)
+    indexer, window = side_transfers(keys, [0, 1, 2])
+    window.hit_policy = PoolHitPolicy.TRAILING_PAGES
+    made.batch_set_v2([indexer, window])
+    assert made.batch_set_v1(keys, pools.indices([0, 1, 2])) == [True] * 3
+    prefixes = {name: each.prefixes[0] for name, each in made._pools.items()}
+    with StoreClient(cluster.address) as store:
+        for pool, page in (("indexer", 0), ("swa", 1), ("kv", 2)):
+            store.remove(prefixes[pool] + keys[page], force=True)
+        there = {
+            pool: store.exists([prefixes[pool] + key for key in keys])
+            for pool in ("kv", "indexer", "swa")
+        }
+    assert there == {
+        "kv": [False, True, False], "indexer": [False, True, False], "swa": [False] * 3,
+    }  # fmt: skip
+
+
 def test_f31_a_prompt_is_one_question_which_also_serves_its_reads(
     backend: Make, cluster: Cluster
 ) -> None:

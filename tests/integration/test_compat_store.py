@@ -160,10 +160,13 @@ def test_f50_config_is_read_at_the_call_and_groups_have_one_fate(
     config.replica_num, config.data_type = 2, ObjectDataType.TENSOR
     keys = [key() for _ in range(4)]
     memory = np.ones(4096, np.uint8)
-    config.group_ids = ["a", "a", "b", "b"]
+    first, second = key(), key()
     at = memory.ctypes.data
-    assert store.batch_put_from(keys, [at] * 4, [4096] * 4, config) == [0] * 4
+    for two in (keys[:2], keys[2:]):
+        config.group_ids = [first, second]
+        assert store.batch_put_from(two, [at] * 2, [4096] * 2, config) == [0] * 2
     config.group_ids = None
+    keys = [keys[0], keys[2], keys[1], keys[3]]  # those of a group are of two calls
     assert store.remove(keys[0], force=True) == 0
     assert store.batch_is_exist(keys) == [0, 0, 1, 1]
     found = store.batch_get_replica_desc(keys)

@@ -11,6 +11,7 @@ import pytest
 from daemons import calls, status
 
 from mooncake_py.errors import MooncakeError, ObjectExists, UsageError
+from mooncake_py.model import Group
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
 from mooncake_py.store.client import StoreClient
 
@@ -116,6 +117,16 @@ def test_a_group_is_there_whole_or_not_at_all(store: StoreClient) -> None:
     assert store.put_batch(keys, [b"x" * 9_000] * 6, groups=[1, 1, 2, 2, 0, 0]) == [None] * 6
     assert store.remove(keys[0], force=True) is None
     assert store.exists(keys) == [False, False, True, True, True, True]
+
+
+def test_a18_a_group_has_a_name_that_other_puts_may_join(store: StoreClient) -> None:
+    keys = [f"group/{noise.random()}" for _ in range(3)]
+    page = f"page/{keys[0]}"
+    for key, group in zip(keys, (Group(page), Group(page, follows=True), 0), strict=True):
+        assert store.put_batch([key], [b"x" * 9_000], groups=[group]) == [None]
+    assert store.put_batch(keys[2:], [b"x"], groups=[Group(page)])[0] is not None, "it stays alone"
+    assert store.remove(keys[0], force=True) is None
+    assert store.exists(keys) == [False, False, True]
 
 
 def test_one_that_exists_is_in_no_group(store: StoreClient) -> None:

@@ -43,7 +43,7 @@ from mooncake_py.master.objects import (
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.state import extent_units
 from mooncake_py.master.stripes import is_part
-from mooncake_py.model import EXTENT_ROW, PLACEMENT_ROW, ReplicaPolicy
+from mooncake_py.model import EXTENT_ROW, FOLLOWS, PLACEMENT_ROW, ReplicaPolicy
 
 
 class _Books:
@@ -151,7 +151,8 @@ class _Books:
         for name, group in state.groups._groups.items():
             assert group.open or group.slots, "an empty group"
             for slot in group.slots:
-                assert state.table.groups[slot] == name
+                assert state.table.groups[slot] & ~FOLLOWS == name
+                assert (slot in group.followers) == bool(state.table.groups[slot] & FOLLOWS)
             for key in group.open:
                 put, index = group.tenant.writing[key]
                 assert put.groups[index] == name

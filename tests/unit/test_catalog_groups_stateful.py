@@ -12,6 +12,7 @@ from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import Mount, Mounted, PutEnd, Unmount
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.shadow import Shadow
+from mooncake_py.model import Group
 
 SETTINGS = CatalogSettings(
     tick_ms=10, grant_ttl_ms=100, grant_margin_ms=40, lease_ms=50, lease_max_ms=300,
@@ -31,6 +32,8 @@ class GroupMachine(RuleBasedStateMachine):
         self.groups: list[tuple[list[bytes], list[int]]] = []  # keys, generations
         self.committed: set[bytes] = set()
         self.fillers = self.term = 0
+        self.pages: list[list[tuple[bytes, bool]]] = [[] for _ in range(3)]  # (key, it follows)
+        self.seen: list[set[bytes]] = [set() for _ in self.pages]
 
     @rule(count=st.integers(2, 4), length=SIZES, pinned=st.booleans(), whole=st.booleans())
     def put(self, count: int, length: int, pinned: bool, whole: bool) -> None:
@@ -48,6 +51,25 @@ class GroupMachine(RuleBasedStateMachine):
         names = [keys[i] for i in members]
         status = self.driver.end(names, [generations[i] for i in members])
         self.committed |= {key for key, code in zip(names, status, strict=True) if code == OK}
+
+    @rule(page=st.integers(0, 2), length=SIZES, follows=st.booleans(), pinned=st.booleans())
+    def put_in_page(self, page: int, length: int, follows: bool, pinned: bool) -> None:
+        key = b"page%d/%d" % (page, len(self.pages[page]))
+        options = {"soft_pin_ms": 120} if pinned else {}
+        group = Group(f"{page}", follows).number("t")
+        granted = self.driver.start([key], length, groups=[group], **options)
+        if granted.status[0] == OK:
+            self.pages[page].append((key, follows))
+            self.driver.end([key], list(granted.generations))
+
+    @precondition(lambda self: any(self.pages))
+    @rule(data=st.data(), how=st.sampled_from(["remove", "force", "locate"]))
+    def meet_one_of_a_page(self, data: st.DataObject, how: str) -> None:
+        key, _ = data.draw(st.sampled_from([each for page in self.pages for each in page]))
+        if how == "locate":
+            self.driver.locate([key])
+        else:
+            self.driver.remove([key], force=how == "force")
 
     @precondition(lambda self: self.groups)
     @rule(data=st.data())
@@ -89,6 +111,14 @@ class GroupMachine(RuleBasedStateMachine):
     @rule(ms=st.sampled_from([10, 60, 150]))
     def pass_time(self, ms: int) -> None:
         self.driver.pass_time(ms)
+        for page, seen in zip(self.pages, self.seen, strict=True):
+            present = self.driver.exists([key for key, _ in page])
+            there = {key for (key, _), is_there in zip(page, present, strict=True) if is_there}
+            leaders = {key for key, follows in page if not follows}
+            if seen & leaders - there:
+                assert not seen & there, "a page outlives what leads it"
+            seen.clear()
+            seen.update(there)
 
     @rule(followed=st.booleans())
     def restart(self, followed: bool) -> None:

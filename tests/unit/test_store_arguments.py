@@ -8,15 +8,15 @@ import pytest
 
 from mooncake_py.clock import Deadline, ManualClock
 from mooncake_py.errors import UsageError
-from mooncake_py.model import DEFAULT_POLICY, ReplicaPolicy
+from mooncake_py.model import DEFAULT_POLICY, FOLLOWS, NAMED_GROUP, Group, ReplicaPolicy
 from mooncake_py.store.aio import AsyncStoreClient
 from mooncake_py.store.arguments import (
     TIMEOUT_MAX_MS,
-    check_groups,
     check_paired,
     check_policy,
     check_ranges,
     check_timeout,
+    group_numbers,
     key_list,
     key_names,
     text_bytes,
@@ -98,11 +98,23 @@ def test_c07_ranges_that_are_none_are_refused(given: Any) -> None:
     check_ranges(["key", "other"], [(0, None), (3, 0)])
 
 
-@pytest.mark.parametrize("groups", [5, [1, 2], [-1], ["x"], [1 << 64]])
+@pytest.mark.parametrize("groups", [5, [1, 2], [-1], ["x"], [1 << 32], [[]], [Group("")]])
 def test_c07_groups_that_are_none_are_refused(groups: Any) -> None:
     with pytest.raises(UsageError, match="group"):
-        check_groups(["key"], groups)
-    check_groups(["key"], [(1 << 64) - 1])
+        group_numbers("t", ["key"], groups)
+    assert group_numbers("t", ["key"], [(1 << 32) - 1]) == [(1 << 32) - 1]
+    assert group_numbers("t", ["key"], ()) == []
+
+
+def test_a18_a_groups_name_has_a_number_of_its_own_in_each_tenant() -> None:
+    first, follower, of_others = (
+        group_numbers(tenant, ["key"], [group])[0]
+        for tenant, group in (("t", Group("g")), ("t", Group("g", True)), ("u", Group("g")))
+    )
+    assert first & (NAMED_GROUP | FOLLOWS) == NAMED_GROUP
+    assert follower == first | FOLLOWS
+    assert of_others & NAMED_GROUP
+    assert of_others != first
 
 
 @pytest.mark.parametrize("names", ["tcp", None, (5,)])
