@@ -2,31 +2,26 @@
 
 A reading session remembers nothing of its own: the client keeps what the master said at its start
 and reads by that, so parts cost no master call while the leases last. A writing session collects
-in memory of this process; its objects exist once it has ended, all together, and it may be revoked
-until then.
+in memory of this process (`open_puts.py`); its objects exist once it has ended, all together, and
+it may be revoked until then.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mooncake_py.compat import codes
 from mooncake_py.compat.calls import StoreCalls
+from mooncake_py.compat.open_puts import BYTES_MAX, OpenPuts
 from mooncake_py.errors import UsageError
 from mooncake_py.store.client import StoreClient
-
-SESSION_BYTES_MAX = 16 << 30  # of one object that is being written part by part
 
 
 class SessionCalls(StoreCalls):
     def __init__(self) -> None:
         super().__init__()
-        self._written: dict[str, tuple[Any, Any]] = {}  # key -> its bytes so far, config
-        self._written_lock = threading.Lock()
+        self._written = OpenPuts()
 
     # --- reading ---
 
@@ -119,17 +114,11 @@ class SessionCalls(StoreCalls):
             return [codes.INVALID_PARAMS] * len(keys)
         out = []
         for key, size in zip(keys, sizes, strict=True):
-            if not isinstance(key, str) or not key or not 0 < int(size) <= SESSION_BYTES_MAX:
+            if not isinstance(key, str) or not key or not 0 < int(size) <= BYTES_MAX:
                 out.append(codes.INVALID_PARAMS)
                 continue
-            try:
-                value = np.zeros(int(size), np.uint8)
-            except MemoryError:
-                out.append(codes.NO_AVAILABLE_HANDLE)
-                continue
-            with self._written_lock:
-                self._written[key] = (value, config)
-            out.append(codes.OK)
+            begun = self._written.begin(key, int(size), config)
+            out.append(codes.OK if begun else codes.NO_AVAILABLE_HANDLE)
         return out
 
     def batch_put_from_multi_buffer_ranges(
@@ -150,13 +139,12 @@ class SessionCalls(StoreCalls):
     def _write_parts(
         self, key: str, ptrs: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
     ) -> int:
-        with self._written_lock:
-            begun = self._written.get(key)
+        begun = self._written.find(key)
         if begun is None:
             return codes.OBJECT_NOT_FOUND
         if not len(ptrs) == len(sizes) == len(offsets):
             return codes.INVALID_PARAMS
-        value, _ = begun
+        value = begun.value
         moved = 0
         try:
             parts = [
@@ -174,16 +162,14 @@ class SessionCalls(StoreCalls):
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
         """The objects can be read now. What was never written is zeros."""
-        with self._written_lock:
-            begun = [self._written.pop(key, None) for key in keys]
+        begun = self._written.take(keys)
         out = [codes.OBJECT_NOT_FOUND] * len(keys)
         begun_alike: dict[int, tuple[Any, list[int], list[Any]]] = {}  # by the config's identity
         for i, each in enumerate(begun):
             if each is not None:
-                value, config = each
-                _, which, values = begun_alike.setdefault(id(config), (config, [], []))
+                _, which, values = begun_alike.setdefault(id(each.config), (each.config, [], []))
                 which.append(i)
-                values.append(value)
+                values.append(each.value)
         for config, which, values in begun_alike.values():
             stored = self._put_all([keys[i] for i in which], values, config)
             for i, code in zip(which, stored, strict=True):
@@ -191,8 +177,7 @@ class SessionCalls(StoreCalls):
         return out
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
-        with self._written_lock:
-            return [
-                codes.OK if self._written.pop(key, None) is not None else codes.OBJECT_NOT_FOUND
-                for key in keys
-            ]
+        return [
+            codes.OBJECT_NOT_FOUND if each is None else codes.OK
+            for each in self._written.take(keys)
+        ]

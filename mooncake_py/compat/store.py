@@ -160,8 +160,7 @@ class MooncakeDistributedStore(SessionCalls, TensorFileCalls, PlacementCalls):
         self._unmount_all()
         self._registered.clear()
         self._memory = RawMemory()
-        with self._written_lock:
-            self._written.clear()
+        self._written.clear()
         if client is not None:
             client.close()
         if node is not None:
@@ -402,11 +401,14 @@ class MooncakeDistributedStore(SessionCalls, TensorFileCalls, PlacementCalls):
         def ask(client: StoreClient) -> dict[str, list[ReplicaDescriptor]]:
             with client.session(keys) as session:
                 return {
-                    key: [ReplicaDescriptor(length, self._hostname)]
-                    for key, length, there in zip(
-                        keys, session.lengths, session.present, strict=True
+                    key: [
+                        ReplicaDescriptor(length, home.node, on_disk=home.disk_id > 0)
+                        for home in homes
+                    ]
+                    for key, length, homes in zip(
+                        keys, session.lengths, session.homes(), strict=True
                     )
-                    if there
+                    if homes
                 }
 
         return self._try(ask, {})

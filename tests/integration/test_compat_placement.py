@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import pytest
 from daemons import wait_until
+from disks import MEMORY, SIZE, cold, fill
+from disks import options as disk_options
 from etcd_cluster import EtcdCluster, needs_etcd
 from masters import Masters
 
@@ -52,6 +54,38 @@ def placed(store: MooncakeDistributedStore, key: str, node: str) -> None:
     config.preferred_segment = node
     assert store.put(key, b"page" * 1000, config) == 0
     assert nodes_of(store, key) == {node}
+
+
+def test_f50_descriptors_say_on_which_nodes_and_tiers_an_object_is(
+    store: MooncakeDistributedStore, cluster: Cluster, tmp_path: Path
+) -> None:
+    config = ReplicateConfig()
+    config.replica_num = 2
+    assert store.put("two", b"page" * 1000, config) == 0
+    nodes = nodes_of(store, "two")
+    assert len(nodes) == 2
+    found = store.get_replica_desc("two")
+    assert {each.transport_endpoint for each in found} == nodes
+    assert store.get_hostname() not in nodes
+    for each in found:
+        assert each.is_memory_replica()
+        assert each.get_memory_descriptor().buffer_descriptor.size == 4000
+        with pytest.raises(RuntimeError, match="in memory"):
+            each.get_disk_descriptor()
+    keys = [f"k{i}" for i in range(2 * MEMORY // SIZE)]
+    with Cluster(disk_options(tmp_path)) as tiers, StoreClient(tiers.address) as client:
+        fill(tiers, client, keys)
+        on_disk = cold(tiers, keys)
+        other = MooncakeDistributedStore()
+        assert other.setup("127.0.0.1", "", 0, MIB, "tcp", "", tiers.address) == 0
+        descriptors = other.batch_get_replica_desc(on_disk[:3])
+        assert len(descriptors) == 3
+        for (each,) in descriptors.values():
+            assert (each.is_local_disk_replica(), each.is_memory_replica()) == (True, False)
+            assert each.get_disk_descriptor().object_size == SIZE
+            with pytest.raises(RuntimeError, match="on a disk"):
+                each.get_memory_descriptor()
+        assert other.close() == 0
 
 
 def finished(store: MooncakeDistributedStore, task: str) -> TaskStatus:
