@@ -350,8 +350,7 @@ class Shadow:
             self._break(group, generation)
 
     def _break(self, group: int, generation: int) -> None:
-        """This member was lost with its node. Of a group by name, which may come again, the leader
-        says so when it has ended the others."""
+        """Lost with its node. Of a group by name, which may come again, the leader says more."""
         if is_named(group):
             self._lost[generation] = group
         else:
