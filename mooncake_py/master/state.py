@@ -296,14 +296,13 @@ class CatalogState:
 
     def _end_group(self, work: Work, name: int, now_ms: int, removed: bool = False) -> int:
         """The other members end too; units that became free. `removed`: one was, with its parts."""
-        slots, grants = self.groups.dissolve(name)
+        (slots, grants), groups = self.groups.dissolve(name), self.table.groups
         for grant in grants:
             self.end_grant(work, grant, Event.GROUP_LOST, now_ms)
         return sum(
             self.end_object(work, slot, Event.GROUP_LOST, now_ms, removed and is_part(key))
             for slot in slots
-            if (key := self.table.key[slot]) is not None
-            and self.table.groups.get(slot, 0) & ~FOLLOWS == name
+            if (key := self.table.key[slot]) is not None and groups.get(slot, 0) & ~FOLLOWS == name
         )
 
     def drop_group(self, name: int, now_ms: int) -> None:
