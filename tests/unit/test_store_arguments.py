@@ -155,6 +155,6 @@ def test_what_the_client_hands_out_says_what_it_is() -> None:
     clock = ManualClock()
     reading = ReadSession(
         ["a", "b"], lambda _: ([b"", b""], [0, 0]), lambda *_: [], lambda: Deadline(1, clock),
-        clock.now_ms,
+        clock.now_ms, lambda _: pytest.fail("nothing lies anywhere"),
     )  # fmt: skip
     assert repr(reading) == "<ReadSession of 2 keys, 0 readable>"

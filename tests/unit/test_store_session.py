@@ -12,6 +12,7 @@ from mooncake_py.clock import Deadline, ManualClock
 from mooncake_py.errors import ObjectNotFound
 from mooncake_py.store.outcomes import GetOutcome
 from mooncake_py.store.session import LOOK_MS, ReadSession
+from mooncake_py.wire.answers import Segment
 from mooncake_py.wire.rows import EXTENT
 
 LEASE_MS = 3_000
@@ -54,8 +55,30 @@ class Cluster:
     def session(self) -> ReadSession:
         clock = self.clock
         return ReadSession(
-            KEYS, self.locate, self.read, lambda: Deadline(10_000, clock), clock.now_ms
+            KEYS, self.locate, self.read, lambda: Deadline(10_000, clock), clock.now_ms, segment
         )
+
+
+def segment(index: int) -> Segment:
+    """Every other one is a disk."""
+    return Segment(index, f"node-{index}", "127.0.0.1:1", 1, 1 << 20, "host", 1, index % 2)
+
+
+def test_f50_a_session_knows_where_each_object_lies_memory_before_disks() -> None:
+    rows = np.zeros(4, EXTENT)
+    rows["segment_index"] = [1, 2, 1, 4]
+
+    def locate(_: Deadline) -> tuple[list[bytes], list[int]]:
+        return [rows.tobytes(), b""], [1, 0]
+
+    clock = ManualClock()
+    session = ReadSession(
+        KEYS, locate, Cluster().read, lambda: Deadline(1, clock), clock.now_ms, segment
+    )
+    assert [[home.node for home in homes] for homes in session.homes()] == [
+        ["node-2", "node-4", "node-1"],
+        [],
+    ]
 
 
 @pytest.fixture
