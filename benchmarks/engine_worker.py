@@ -49,7 +49,7 @@ class Ours:
     def __init__(self, transport: str) -> None:
         from mooncake_py.transfer import EngineOptions, Memory, TransferEngine  # noqa: PLC0415
 
-        self.options = EngineOptions(listen=f"{HOST}:0", transports=(transport,), tcp_lanes=4)
+        self.options = EngineOptions(listen=f"{HOST}:0", transports=(transport,))
         self.engine = TransferEngine(self.options)
         self.memory = Memory(BUFFER_BYTES, "bench")
         self.peer: Any = None

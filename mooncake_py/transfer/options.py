@@ -68,12 +68,15 @@ class EngineOptions:
     it is sent, is lost after so long (to a second), idle or not; one that is idle and alive stays.
     Where this host has several addresses in a peer's network, the peer is called from the one that
     `listen` names, or else from that of the best network card.
+
+    `tcp_lanes`: over how many connections large slices are striped; unless told otherwise two, and
+    one between processes of one host, where more are slower (`design/tcp.md`).
     """
 
     listen: str = ""
     advertise: str = ""
     transports: tuple[str, ...] = ("local", "shm", "tcp")
-    tcp_lanes: int = 2  # connections a peer for large slices
+    tcp_lanes: int | None = None  # connections a peer for large slices; None: see above
     silence_max_ms: int = 10_000  # of a TCP peer
     message_max_bytes: int = 16 << 20
     queue_max_bytes: int = 64 << 20
@@ -138,7 +141,7 @@ def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
             remedy=f"choose of {', '.join(_OFFERED)}",
             got=options.transports,
         )
-    if not 1 <= options.tcp_lanes <= 16:
+    if options.tcp_lanes is not None and not 1 <= options.tcp_lanes <= 16:
         raise UsageError("tcp_lanes is from 1 to 16", got=options.tcp_lanes)
     if not 1 <= options.message_max_bytes < 1 << 31:
         raise UsageError("message_max_bytes is from 1 to 2 GiB", got=options.message_max_bytes)
@@ -157,7 +160,7 @@ def native_options(options: EngineOptions) -> tuple[Any, list[Any]]:
     native.transports = sum({TRANSPORTS[name] for name in options.transports})
     native.listen, native.advertise, native.rdma_devices, native.interfaces = keep
     native.silence_max_ms = options.silence_max_ms
-    native.tcp_lanes = options.tcp_lanes
+    native.tcp_lanes = options.tcp_lanes or 0
     native.message_max_bytes = options.message_max_bytes
     native.queue_max_bytes = options.queue_max_bytes
     rdma = options.rdma

@@ -10,7 +10,7 @@ typedef struct mc_engine_options {
     uint32_t transports;         /* bit mask of MC_TRANSPORT_* that may be used */
     const char *listen;          /* "host:port", "[v6]:port"; port 0 = any; "" = do not listen */
     const char *advertise;       /* host peers should use; "" = the listening one */
-    uint32_t tcp_lanes;          /* connections a peer for large slices */
+    uint32_t tcp_lanes;          /* connections a peer for large slices; 0 = one within a host, else two */
     uint32_t message_max_bytes;  /* largest message accepted from a peer */
     uint64_t queue_max_bytes;    /* received, not yet taken messages; beyond it peers wait */
     const char *rdma_devices;    /* "name" or "name:port", with commas between; "" = all active */

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from transport_battery import TransportBattery, pytest_generate_tests
-from transport_pair import Pair, can_be
+from transport_far import pattern
+from transport_pair import MS, Pair, can_be, slices_for
+
+from mooncake_py._native.memory import address_of
+from mooncake_py.transfer import make_slices
 
 __all__ = [
     "TestFake",
@@ -15,6 +20,8 @@ __all__ = [
     "TestTcp",
     "pytest_generate_tests",
 ]
+
+LARGE = 64 << 20
 
 
 class TestLocal(TransportBattery):
@@ -61,6 +68,20 @@ class TestShmHidden(TransportBattery):
 
 class TestTcp(TransportBattery):
     name = "tcp"
+    lanes = 2  # as between hosts
+
+    def test_a_small_read_does_not_wait_for_the_batch_before_it(self, two: Pair) -> None:
+        """Batches take turns: here two gigabytes, and four kilobytes that are asked for later."""
+        region = two.region(LARGE)
+        target = np.zeros(LARGE, np.uint8)
+        slices = make_slices(32)
+        slices["op"], slices["region"], slices["length"] = 1, region, LARGE
+        slices["local"] = address_of(target)[0]
+        with two.near.submit(two.peer, slices, timeout_ms=6 * MS) as batch:
+            small = np.zeros(4096, np.uint8)
+            two.near.read(two.peer, slices_for(region, small, [(100, 4096)]), timeout_ms=6 * MS)
+            assert not batch.done()
+        assert (small == pattern(LARGE, 7)[100:4196]).all()
 
 
 class TestFake(TransportBattery):

@@ -91,12 +91,14 @@ class PairedEngines:
     name: ClassVar[str]
     places: ClassVar[tuple[str, ...]] = ("thread", "process")
     maps: ClassVar[bool] = False  # peers' memfds can be mapped
+    lanes: ClassVar[int | None] = None
     near_rdma: ClassVar[Rdma] = Rdma()  # the ports of each side
     far_rdma: ClassVar[Rdma] = Rdma()
 
     @contextmanager
     def pair(self, place: str, **options: Any) -> Iterator[Pair]:
         given = EngineOptions(listen="127.0.0.1:0", transports=(self.name,), **options)
+        given = replace(given, tcp_lanes=self.lanes)
         near = TransferEngine(replace(given, rdma=self.near_rdma))
         given = replace(given, rdma=self.far_rdma)
         if place == "thread":

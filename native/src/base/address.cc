@@ -83,14 +83,6 @@ std::string text_of(const SocketAddress& at) {
   return HostPort{host, port_of(at)}.text();
 }
 
-// Whether both ends of a connection have one address: its packets leave no machine. That is a
-// matter of speed only; who is whom is proven otherwise.
-bool stays_here(int fd) {
-  SocketAddress here, there;
-  return end_of(fd, getsockname, &here) && end_of(fd, getpeername, &there) &&
-         same_address(here, there);
-}
-
 // What cannot be bound, because the address has just gone, is the kernel's choice after all.
 void call_from_the_best(int fd, const SocketAddress& to, const Calling& calling) {
   if (calling.listen.empty() && calling.interfaces.empty()) return;
@@ -280,6 +272,12 @@ int32_t connect_to(const HostPort& where, Deadline deadline, int abort_fd, Fd* o
     if (status == MC_OK) return MC_OK;
   }
   return fail(status, "%s: %s", where.text().c_str(), last_error());
+}
+
+bool stays_here(int fd) {
+  SocketAddress here, there;
+  return end_of(fd, getsockname, &here) && end_of(fd, getpeername, &there) &&
+         same_address(here, there);
 }
 
 void tune_tcp(int fd, uint32_t silence_max_ms) {

@@ -68,6 +68,10 @@ int32_t connect_to(const HostPort& where, Deadline deadline, int abort_fd, Fd* o
 // Wait until `fd` is ready for `events` (poll's).
 int32_t wait_ready(int fd, short events, Deadline deadline, int abort_fd);
 
+// Whether both ends of a connection have one address: its packets leave no machine. That is a
+// matter of speed only; who is whom is proven otherwise.
+bool stays_here(int fd);
+
 // Without delay; and a peer that is gone without a word, or that takes nothing of what it is sent, is
 // found after `silence_max_ms`, idle or not.
 void tune_tcp(int fd, uint32_t silence_max_ms = kSilenceMs);

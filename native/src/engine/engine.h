@@ -34,7 +34,7 @@ struct Settings {
   uint32_t transports = 0;
   std::string listen, advertise;
   Calling calling;
-  uint32_t tcp_lanes = 2;
+  uint32_t tcp_lanes = 0;  // 0: as suits the peer
   uint32_t message_bytes_max = 16 << 20;
   uint64_t queue_bytes_max = 64 << 20;
   rdma::FabricOptions rdma;

@@ -10,6 +10,7 @@ namespace mc {
 namespace {
 
 constexpr uint32_t kLanesMax = 16;
+constexpr uint32_t kLanesNear = 1, kLanesFar = 2;  // design/tcp.md
 
 Introduction introduction_of(const Hello& hello) {
   return {hello.incarnation, hello.address_text(), hello.transports, hello.message_bytes_max,
@@ -175,7 +176,8 @@ int32_t Engine::open_stream(Fd fd, const Hello& hello, const std::string& addres
 // More lanes make it faster; without them it works as well.
 void Engine::open_lanes(const HostPort& where, const Hello& hello, StreamEndpoint& endpoint,
                         Deadline deadline) {
-  const uint32_t lanes = std::min(settings_.tcp_lanes, kLanesMax);
+  const uint32_t suits = endpoint.is_near() ? kLanesNear : kLanesFar;
+  const uint32_t lanes = std::min(settings_.tcp_lanes > 0 ? settings_.tcp_lanes : suits, kLanesMax);
   for (uint32_t i = 1; i < lanes; ++i) {
     Fd fd;
     Hello join = own_hello();

@@ -46,6 +46,7 @@ class PartTable {
     entry.part = part;
     entry.unsent = false;
     if (++entry.generation == 0) entry.generation = 1;  // after 2^32 parts: no tag is 0
+    bytes_ += part.length;
     return uint64_t{entry.generation} << 32 | index;
   }
 
@@ -69,6 +70,7 @@ class PartTable {
     }
     *out_batch = std::move(entry->batch);
     *out_part = entry->part;
+    bytes_ -= entry->part.length;
     release_locked(static_cast<uint32_t>(tag));
     return true;
   }
@@ -82,6 +84,8 @@ class PartTable {
 
   // Writes that may still land though nobody waits for them.
   uint64_t late() const { return late_; }
+  // Of the parts that somebody waits for.
+  uint64_t bytes() const { return bytes_; }
 
   // Take out all of the batch's parts; the tags they had.
   std::vector<uint64_t> forget(const Batch& batch) {
@@ -91,6 +95,7 @@ class PartTable {
       if (entries_[i].batch.get() != &batch) continue;
       tags.push_back(uint64_t{entries_[i].generation} << 32 | i);
       Entry& entry = entries_[i];
+      bytes_ -= entry.part.length;
       if (entry.part.op != MC_OP_WRITE || entry.unsent) {
         release_locked(i);
       } else {
@@ -109,7 +114,7 @@ class PartTable {
     closed_ = true;
     left.swap(entries_);
     free_.clear();
-    late_ = 0;
+    late_ = bytes_ = 0;
     return left;
   }
 
@@ -137,7 +142,7 @@ class PartTable {
   std::mutex mutex_;
   std::vector<Entry> entries_;
   std::vector<uint32_t> free_;
-  std::atomic<uint64_t> late_{0};
+  std::atomic<uint64_t> late_{0}, bytes_{0};
   bool closed_ = false;
 };
 

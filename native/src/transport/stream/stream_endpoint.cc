@@ -10,6 +10,7 @@ namespace {
 
 constexpr uint64_t kStripeMin = 64 << 10;
 constexpr uint64_t kMergedMax = 256 << 10;  // small slices in one part; lanes still have their share
+constexpr uint64_t kNearBytes = 4 << 20;    // in flight on one host (design/tcp.md)
 
 }  // namespace
 
@@ -24,6 +25,7 @@ StreamEndpoint::StreamEndpoint(Host& host, Introduction peer, StreamLimits limit
 int32_t StreamEndpoint::add_lane(Fd fd, bool passes_fds) {
   auto lane = std::make_shared<Connection>(std::move(fd), passes_fds, *this, host_,
                                            limits_, peer_.message_window);
+  if (transport() == MC_TRANSPORT_TCP) near_ = stays_here(lane->fd());
   {
     const std::lock_guard lock(lanes_mutex_);
     if (closed_) return fail(MC_E_PEER_UNREACHABLE, "the peer is gone");
@@ -113,14 +115,16 @@ void StreamEndpoint::issue() {
   const Lanes lanes = this->lanes();
   std::vector<std::vector<ReadEntry>> reads(lanes.size());
   const bool held = any_late(lanes);
-  for (auto it = waiting_.begin(); it != waiting_.end() && in_flight_ < kWindow;) {
-    if (held && (*it)->writes()) {
-      ++it;
-    } else if (issue_batch(*it, lanes, &reads)) {
-      it = waiting_.erase(it);
+  for (size_t idle = 0; idle < waiting_.size() && has_room(lanes);) {
+    const std::shared_ptr<Batch> batch = waiting_.front();
+    const bool waits = held && batch->writes();
+    const Issued issued = waits ? Issued::kNothing : issue_turn(batch, lanes, &reads);
+    idle = issued == Issued::kNothing ? idle + 1 : 0;
+    if (issued == Issued::kAll) {
+      waiting_.pop_front();
       --waiting_count_;
     } else {
-      ++it;
+      std::rotate(waiting_.begin(), waiting_.begin() + 1, waiting_.end());
     }
   }
   for (size_t i = 0; i < lanes.size(); ++i) {
@@ -138,14 +142,25 @@ void StreamEndpoint::issue() {
   }
 }
 
-// True: nothing of the batch is left to hand out.
-bool StreamEndpoint::issue_batch(const std::shared_ptr<Batch>& batch, const Lanes& lanes,
-                                 std::vector<std::vector<ReadEntry>>* reads) {
-  while (in_flight_ < kWindow) {
+bool StreamEndpoint::has_room(const Lanes& lanes) const {
+  if (in_flight_ >= kWindow) return false;
+  if (!near_) return true;
+  uint64_t bytes = 0;
+  for (const auto& lane : lanes) bytes += lane->parts().bytes();
+  return bytes < kNearBytes;
+}
+
+StreamEndpoint::Issued StreamEndpoint::issue_turn(const std::shared_ptr<Batch>& batch,
+                                                  const Lanes& lanes,
+                                                  std::vector<std::vector<ReadEntry>>* reads) {
+  Issued issued = Issued::kNothing;
+  for (uint64_t bytes = 0; bytes < kPartMax && has_room(lanes);) {
     Part part;
     const Batch::Next next = batch->next_part(kPartMax, write_part_max(), &part, kMergedMax);
-    if (next == Batch::Next::kFence) return false;
-    if (next == Batch::Next::kEnd) return true;
+    if (next == Batch::Next::kFence) return issued;
+    if (next == Batch::Next::kEnd) return Issued::kAll;
+    issued = Issued::kSome;
+    bytes += part.length;
     const size_t i = part.length >= kStripeMin ? turn_++ % lanes.size() : 0;
     ++in_flight_;
     const uint64_t tag = lanes[i]->parts().add(batch, part);
@@ -161,7 +176,7 @@ bool StreamEndpoint::issue_batch(const std::shared_ptr<Batch>& batch, const Lane
       issue_write(*lanes[i], batch, part, tag);
     }
   }
-  return false;
+  return issued;
 }
 
 bool StreamEndpoint::issue_part(const std::shared_ptr<Batch>& batch, const Part& part) {

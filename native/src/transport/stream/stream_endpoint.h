@@ -6,6 +6,9 @@
 // Lane 0 carries messages and small parts, in order; parts of kStripeMin and more take turns over
 // all lanes. Any broken lane is the end of the endpoint: the peer is opened anew.
 //
+// Batches take turns, a large part each. Between two ends on one host few bytes are in flight
+// (kNearBytes): what waits in socket buffers should still be in the caches when it is taken.
+//
 // Lock order: issue_mutex_ before a part table's or an out queue's; never two of the latter.
 #pragma once
 
@@ -46,6 +49,7 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
 
   uint32_t message_bytes_max() const { return limits_.message_bytes_max; }
   const Introduction& peer() const { return peer_; }
+  bool is_near() const { return near_; }  // by TCP, and both ends have one address
 
   // For its connections.
   virtual void issue();
@@ -83,8 +87,10 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   Lanes lanes() const;
   void end_all(const Lanes& closing, const Failure& why);
   static bool any_late(const Lanes& lanes);
-  bool issue_batch(const std::shared_ptr<Batch>& batch, const Lanes& lanes,
-                   std::vector<std::vector<ReadEntry>>* reads);
+  bool has_room(const Lanes& lanes) const;
+  enum class Issued { kAll, kSome, kNothing };  // kNothing: it waits for its own parts
+  Issued issue_turn(const std::shared_ptr<Batch>& batch, const Lanes& lanes,
+                    std::vector<std::vector<ReadEntry>>* reads);
   static void call_off(Connection& lane, std::span<const uint64_t> tags);
 
   Host& host_;
@@ -102,7 +108,7 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   uint64_t turn_ = 0;
   std::atomic<uint64_t> waiting_count_{0};
   std::atomic<uint64_t> in_flight_{0};  // parts
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> closed_{false}, near_{false};
 };
 
 }  // namespace mc
