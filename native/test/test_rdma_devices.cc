@@ -156,10 +156,28 @@ void raw_memory_gets_no_remote_keys(const Adapters& adapters) {
     const Region region(1, {piece}, MC_ACCESS_REMOTE_READ | raw, Fd());
     CHECK_EQ(book.add(region), MC_OK);
     CHECK_EQ((machine.flags & (verbs::kRemoteRead | verbs::kRemoteWrite)) != 0, raw == 0);
-    CHECK(book.find(piece.address, true) != nullptr);
+    CHECK(book.find(piece.address, MemoryBook::Use::kTarget) != nullptr);
+    // A value that lies in raw memory and is put as one with an owner needs keys of its own.
+    CHECK_EQ(book.find(piece.address, MemoryBook::Use::kReadByPeers) != nullptr, raw == 0);
     book.drop(1, Deadline::in_ms(0));
   }
   CHECK_EQ(machine.live, 0);
+}
+
+// A transfer that waits for its rail may hold it for longer than deregister() waits.
+void who_still_holds_an_ended_registration_has_void_keys(const Adapters& adapters) {
+  std::vector<uint8_t> memory(1 << 16);
+  const mc_piece piece{reinterpret_cast<uint64_t>(memory.data()), memory.size()};
+  MemoryBook book(adapters, 0);
+  CHECK_EQ(book.add(Region(1, {piece}, MC_ACCESS_REMOTE_READ, Fd())), MC_OK);
+  const auto held = book.find(piece.address, MemoryBook::Use::kTarget);
+  const uint32_t local = held->lkey(1), remote = held->rkey(1);
+  CHECK(!held->ended());
+  book.drop(1, Deadline::in_ms(0));
+  CHECK(held->ended());
+  CHECK_EQ(machine.live, 0);
+  CHECK(held->lkey(1) == local && held->rkey(1) == remote);
+  CHECK(book.find(piece.address, MemoryBook::Use::kTarget) == nullptr);
 }
 
 void children_end_before_their_parents() {
@@ -175,6 +193,7 @@ int main() {
   Adapters adapters = open_both(calls);
   what_the_second_device_refuses_is_taken_back_from_the_first(adapters);
   raw_memory_gets_no_remote_keys(adapters);
+  who_still_holds_an_ended_registration_has_void_keys(adapters);
   adapters.clear();
   children_end_before_their_parents();
   return 0;

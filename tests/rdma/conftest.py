@@ -16,7 +16,15 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "conformance"))  # the battery that rdma joins
 sys.path.insert(0, str(HERE.parent / "integration"))  # daemons
 
+from rdma_cables import lay_second_cable  # noqa: E402
 from rdma_ports import PORTS, why_not  # noqa: E402
+
+from mooncake_py.transfer import Rdma  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def second_cable() -> tuple[Rdma, Rdma]:
+    return lay_second_cable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

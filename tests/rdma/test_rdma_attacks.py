@@ -22,7 +22,7 @@ from rdma_ports import FAR, NEAR
 from transport_far import COMMAND, ECHO, Far, pattern
 from transport_pair import MS, PART, Pair, PairedEngines, pytest_generate_tests, slices_for
 
-from mooncake_py._native.memory import crc32c
+from mooncake_py._native.memory import address_of, crc32c
 from mooncake_py.errors import AccessRefused, MooncakeError, PeerUnreachable
 from mooncake_py.transfer import EngineOptions, TransferEngine
 
@@ -74,11 +74,9 @@ class TestAttacks(PairedEngines):
         slices["op"] = 1
         two.near.read(two.peer, slices_for(region, target, [(0, 4096)]), timeout_ms=MS)
         batch = two.near.submit(two.peer, slices, timeout_ms=MS)
-        began = time.monotonic()
         two.process.kill()
-        with pytest.raises(PeerUnreachable):
-            batch.wait(MS)
-        assert time.monotonic() - began < 2
+        with pytest.raises(PeerUnreachable):  # long before the batch's own time is over
+            batch.wait(2_000)
         target[:] = 0xAA
         batch.close()
         assert (target == 0xAA).all()
@@ -102,9 +100,7 @@ class TestAttacks(PairedEngines):
         wait_for(lambda: two.near.describe()["peers"][0]["bytes_in"] > 0)
         os.kill(two.process.pid, signal.SIGSTOP)
         try:
-            began = time.monotonic()
-            region.close()
-            assert time.monotonic() - began < 5
+            region.close()  # while it stands still
             memory[:] = 0
         finally:
             os.kill(two.process.pid, signal.SIGCONT)
@@ -283,6 +279,23 @@ def test_a36_values_are_registered_once_for_all_who_fetch_them() -> None:
         assert memory["registrations"] == len(values)
         region.close()
         assert near.describe()["rdma"]["fabric"]["memory"]["registrations"] == 0
+
+
+def test_a36_a_value_in_raw_memory_has_keys_of_its_own() -> None:
+    """Those of the raw memory around it are for our own device: nobody may read by them."""
+    base = EngineOptions(listen="127.0.0.1:0", transports=("rdma",), rdma=FAR)
+    memory = pattern(2 * PART, 3)
+    with serving(base) as far, TransferEngine(replace(base, rdma=NEAR)) as near:
+        raw = near.register((address_of(memory)[0], memory.size), access="read")
+        value = near.register([memory[PART:]])
+        payload = json.dumps({"do": "read_back", "region": value.id, "nbytes": PART}).encode()
+        peer = near.open(far.engine.address, timeout_ms=MS)
+        answer = json.loads(peer.request(COMMAND, payload, timeout_ms=MS))
+        assert answer.get("done") == crc32c(memory[PART:]), answer
+        (path,) = far.engine.describe()["peers"][0]["paths"]
+        assert path["bytes_read"] == PART
+        value.close()
+        raw.close()
 
 
 def test_rails_are_bounded_and_the_idle_one_makes_room() -> None:

@@ -23,7 +23,7 @@
 namespace mc {
 
 inline constexpr uint32_t kHelloMagic = 0x5445434d;  // "MCET"
-inline constexpr uint16_t kProtocolMajor = 2, kProtocolMinor = 0;
+inline constexpr uint16_t kProtocolMajor = 2, kProtocolMinor = 1;
 
 enum class Step : uint32_t { kHello = 1, kChoice, kLane, kReady, kShmHello, kShmProof };
 

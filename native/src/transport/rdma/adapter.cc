@@ -159,8 +159,9 @@ Adapter::~Adapter() {
   if (context_ != nullptr) (void)library_.close_device(context_);
 }
 
-int32_t Adapter::start(Loop& loop) {
+int32_t Adapter::start(Loop& loop, std::function<void()> port_changed) {
   loop_ = &loop;
+  port_changed_ = std::move(port_changed);
   async_ = std::make_shared<AsyncWatch>(weak_from_this());
   int32_t status = loop.add(shared_from_this(), channel_->fd, EPOLLIN, Loop::Set::kShared);
   if (status == MC_OK) status = loop.add(async_, context_->async_fd, EPOLLIN);
@@ -292,7 +293,9 @@ size_t Adapter::poll() {
 }
 
 void Adapter::arm() {
-  if (!armed_.exchange(true)) (void)context_->operations.request_notice(cq_, 0);
+  // Under a lock: who finds it armed goes to sleep, so that it must be.
+  const std::lock_guard lock(arm_mutex_);
+  if (!armed_) armed_ = context_->operations.request_notice(cq_, 0) == 0;
 }
 
 uint64_t Adapter::outstanding() const {
@@ -306,9 +309,14 @@ void Adapter::ready_on_progress(uint32_t) {
   {
     const std::lock_guard lock(poll_mutex_);
     // One, because a queue is armed once: asking for another is a system call in vain.
-    if (library_.get_cq_event(channel_, &cq, &user) == 0) {
+    bool came = false;
+    {
+      const std::lock_guard arming(arm_mutex_);
+      came = library_.get_cq_event(channel_, &cq, &user) == 0;
+      if (came) armed_ = false;
+    }
+    if (came) {
       ++events_;
-      armed_ = false;
       if (++unacknowledged_ >= 64) {  // acknowledging takes a lock: many at a time
         library_.ack_cq_events(cq_, unacknowledged_);
         unacknowledged_ = 0;
@@ -336,15 +344,7 @@ void Adapter::async_on_progress() {
     }
     if (type == verbs::kEventGidChange || type == verbs::kEventPortActive) read_gids();
   }
-  if (!changed) return;
-  std::vector<std::shared_ptr<RailOwner>> owners;
-  {
-    const std::lock_guard lock(rails_mutex_);
-    for (const auto& [rail, weak] : rails_) {
-      if (auto owner = weak.lock()) owners.push_back(std::move(owner));
-    }
-  }
-  for (const auto& owner : owners) owner->port_changed();
+  if (changed) port_changed_();
 }
 
 // ---- all of them -------------------------------------------------------------------------------

@@ -12,11 +12,12 @@
 // Patience) and, when something is still outstanding, arms the queue then and polls once more. An
 // armed queue makes one event on its channel, and whoever makes progress does the same with it.
 //
-// Lock order: poll_mutex_, then an owner's mutex, then rails_mutex_.
+// Lock order: poll_mutex_, then an owner's mutex, then arm_mutex_ or rails_mutex_.
 #pragma once
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -44,8 +45,6 @@ class RailOwner {
   virtual void completed(uint32_t rail, const verbs::Wc& completion) = 0;
   // Without locks, after one or more completed(): finish what is done and post what waits.
   virtual void settle_completed() = 0;
-  // The port went down or came up.
-  virtual void port_changed() = 0;
 };
 
 // How long polling pays: about as long as completions took lately, if that is short.
@@ -67,7 +66,8 @@ class Adapter final : public Source, public std::enable_shared_from_this<Adapter
   Adapter(const Adapter&) = delete;
   Adapter& operator=(const Adapter&) = delete;
 
-  int32_t start(Loop& loop);
+  // `port_changed`: the port went down or came up; on the progress thread.
+  int32_t start(Loop& loop, std::function<void()> port_changed);
   void stop();
 
   const std::string& name() const { return name_; }
@@ -140,10 +140,14 @@ class Adapter final : public Source, public std::enable_shared_from_this<Adapter
   uint8_t link_layer_ = 0, traffic_class_ = 0, rd_atomic_ = 1;
   int numa_node_ = -1, wanted_gid_ = -1, gid_count_ = 0;
   uint64_t region_bytes_max_ = 0;
-  std::atomic<bool> active_{false}, armed_{false};
+  std::atomic<bool> active_{false};
   Patience patience_;
   Loop* loop_ = nullptr;
+  std::function<void()> port_changed_;
   std::shared_ptr<AsyncWatch> async_;
+
+  std::mutex arm_mutex_;  // a leaf
+  bool armed_ = false;     // an event will come; true only once it was asked for
 
   std::mutex poll_mutex_;
   uint32_t unacknowledged_ = 0;
@@ -157,7 +161,7 @@ class Adapter final : public Source, public std::enable_shared_from_this<Adapter
   std::atomic<uint64_t> qps_{0}, polls_{0}, events_{0};
 };
 
-// The ports to use, in the order in which they were asked for, else the nearest to memory first.
+// The ports to use, in the order in which they were asked for, else by name.
 // Empty: none is usable, and *why says so. A port that was named and is missing is a failure.
 std::vector<std::shared_ptr<Adapter>> open_adapters(const AdapterOptions& options,
                                                     std::string* why);

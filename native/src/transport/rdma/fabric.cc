@@ -21,10 +21,17 @@ int32_t Fabric::open(const FabricOptions& options, Loop& loop, std::unique_ptr<F
   std::string why;
   Adapters adapters = open_adapters(options.adapters, &why);
   if (adapters.empty()) return fail(MC_E_USAGE, "no RDMA here: %s", why.c_str());
-  if (adapters.size() > kAdaptersMax) adapters.resize(kAdaptersMax);
+  if (adapters.size() > kAdaptersMax) {
+    if (!options.adapters.devices.empty()) {
+      return fail(MC_E_USAGE, "%zu RDMA ports were named, and %zu are the most: name fewer",
+                  adapters.size(), kAdaptersMax);
+    }
+    adapters.resize(kAdaptersMax);
+  }
   std::unique_ptr<Fabric> fabric(new Fabric(options, std::move(adapters)));
   for (const auto& adapter : fabric->adapters_) {
-    if (const int32_t status = adapter->start(loop); status != MC_OK) return status;
+    const int32_t status = adapter->start(loop, [raw = fabric.get()] { raw->port_changed(); });
+    if (status != MC_OK) return status;
   }
   *out = std::move(fabric);
   return MC_OK;
@@ -107,6 +114,18 @@ void Fabric::touch(const RdmaEndpoint& endpoint) {
   const auto found = std::find_if(users_.begin(), users_.end(),
                                   [&](const User& user) { return user.raw == &endpoint; });
   if (found != users_.end()) users_.splice(users_.begin(), users_, found);
+}
+
+// Every peer that ever had a rail: also one whose rails are down may have its path again.
+void Fabric::port_changed() {
+  std::vector<std::shared_ptr<RdmaEndpoint>> all;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const User& user : users_) {
+      if (auto endpoint = user.endpoint.lock()) all.push_back(std::move(endpoint));
+    }
+  }
+  for (const auto& endpoint : all) endpoint->port_changed();
 }
 
 void Fabric::forget(const RdmaEndpoint& endpoint) {

@@ -44,6 +44,7 @@ class Fabric {
   void release_rail() { --rails_; }
   void touch(const RdmaEndpoint& endpoint);  // it is in use
   void forget(const RdmaEndpoint& endpoint);
+  void port_changed();
 
  private:
   Fabric(const FabricOptions& options, Adapters adapters);

@@ -68,14 +68,17 @@ int32_t Registration::begin(uint32_t access) {
       end();
       return status;
     }
+    keys_[mrs_.size()] = {mr->lkey, mr->rkey};
     mrs_.push_back(mr);
   }
   writable_ = (flags & verbs::kLocalWrite) != 0;
+  readable_by_peers_ = (flags & verbs::kRemoteRead) != 0;
   numa_node_ = node_of(range_.address);
   return MC_OK;
 }
 
 void Registration::end() {
+  ended_ = true;
   for (size_t i = 0; i < mrs_.size(); ++i) adapters_[i]->deregister_memory(mrs_[i]);
   mrs_.clear();
 }
@@ -165,10 +168,15 @@ std::shared_ptr<Registration> MemoryBook::covering_locked(uint64_t address) cons
   return address - one->address() < one->nbytes() ? one : nullptr;
 }
 
-std::shared_ptr<Registration> MemoryBook::find(uint64_t address, bool writable) {
+std::shared_ptr<Registration> MemoryBook::find(uint64_t address, Use use) {
   const std::lock_guard lock(mutex_);
   auto found = covering_locked(address);
-  return found && (found->writable() || !writable) ? found : nullptr;
+  if (!found) return nullptr;
+  switch (use) {
+    case Use::kTarget: return found->writable() ? found : nullptr;
+    case Use::kReadByPeers: return found->readable_by_peers() ? found : nullptr;
+    default: return found;
+  }
 }
 
 Span MemoryBook::span_of(const Registration& one, uint64_t offset, Range range) const {
@@ -204,7 +212,7 @@ std::vector<Span> MemoryBook::gathered_spans(const Region& region) {
   Registrations made;
   uint64_t offset = 0;
   for (const mc_piece& piece : region.pieces()) {
-    const auto shared = find(piece.address, false);
+    const auto shared = find(piece.address, Use::kReadByPeers);
     const size_t before = made.size();
     if (shared && piece.address + piece.nbytes <= shared->address() + shared->nbytes()) {
       out.push_back(span_of(*shared, offset, {piece.address, piece.nbytes}));

@@ -38,21 +38,29 @@ class Registration {
 
   // With every adapter; nothing is left behind on failure. `access`: MC_ACCESS_*.
   int32_t begin(uint32_t access);
-  // Take it back from every adapter; idempotent. Not concurrently with itself.
+  // Take it back from every adapter; idempotent. Not concurrently with itself. Whoever still holds it
+  // may go on asking for its keys, which are void.
   void end();
+  bool ended() const { return ended_; }
 
   uint64_t address() const { return range_.address; }
   uint64_t nbytes() const { return range_.nbytes; }
   bool writable() const { return writable_; }  // by our own device
+  bool readable_by_peers() const { return readable_by_peers_; }
   int numa_node() const { return numa_node_; }
-  uint32_t lkey(size_t adapter) const { return mrs_[adapter]->lkey; }
-  uint32_t rkey(size_t adapter) const { return mrs_[adapter]->rkey; }
+  uint32_t lkey(size_t adapter) const { return keys_[adapter].local; }
+  uint32_t rkey(size_t adapter) const { return keys_[adapter].remote; }
 
  private:
   const Adapters& adapters_;
   const Range range_;
+  struct Keys {
+    uint32_t local = 0, remote = 0;
+  };
   std::vector<verbs::Mr*> mrs_;
-  bool writable_ = true;
+  Keys keys_[kAdaptersMax];  // stay when mrs_ have gone
+  std::atomic<bool> ended_{false};
+  bool writable_ = true, readable_by_peers_ = false;
   int numa_node_ = -1;
 };
 
@@ -83,8 +91,9 @@ class MemoryBook {
   // What a peer may use, ascending by offset; registers what is worth it. May take long.
   std::vector<Span> spans(const Region& region);
 
-  // A registration that holds `address`, to use it as local memory; null: there is none.
-  std::shared_ptr<Registration> find(uint64_t address, bool writable);
+  // A registration that holds `address` and is good for that; null: there is none.
+  enum class Use { kSource, kTarget, kReadByPeers };
+  std::shared_ptr<Registration> find(uint64_t address, Use use);
   MemoryNumbers numbers() const;
 
  private:

@@ -47,11 +47,12 @@ struct Job {
   std::string why;
 
   uint64_t local() const { return staged != 0 ? staged : part.local; }
+  bool writes() const { return part.op == MC_OP_WRITE; }
 };
 
 struct Work {
   std::shared_ptr<Job> job;
-  std::shared_ptr<Registration> memory;  // null: the bytes go with the request (inline)
+  std::shared_ptr<Registration> memory;  // that holds the local bytes
   uint64_t local = 0, remote = 0, length = 0;
   const Span* span = nullptr;  // of the job's region
 };

@@ -67,7 +67,7 @@ RdmaEndpoint::RdmaEndpoint(Host& host, Introduction peer, StreamLimits limits, F
 RdmaEndpoint::~RdmaEndpoint() {
   fabric_.forget(*this);
   const std::lock_guard lock(work_mutex_);
-  for (Rail& rail : rails_) destroy_locked(rail, false);
+  for (Rail& rail : rails_) destroy_locked(rail, Tell::kNobody);
   while (!passive_.empty()) close_passive_locked(passive_.begin()->first);
 }
 
@@ -180,29 +180,43 @@ void RdmaEndpoint::issue() {
   pump();
 }
 
-bool RdmaEndpoint::posted_in_place_locked(const Batch& batch) const {
-  for (const Rail& rail : rails_) {
-    for (const Posted& posted : rail.posted) {
-      const Job& job = *posted.work.job;
-      if (job.batch.get() == &batch && job.staged == 0 && posted.work.memory) return true;
-    }
-  }
-  return false;
+// Whether this is on its way for the batch and touches memory that is not ours: what is read into
+// Staging goes no further.
+bool RdmaEndpoint::must_end(const Job& job, const Batch& batch) {
+  return job.batch.get() == &batch && (job.staged == 0 || job.writes());
 }
 
-void RdmaEndpoint::wait_a_little(const std::shared_ptr<Batch>& batch) {
+void RdmaEndpoint::wait_a_little(const Batch& batch) {
   if (host().loop().on_progress()) return;
   const Deadline deadline = Deadline::in_ms(kCancelMs);
+  const auto ends = [&](const Rail& rail) {
+    return std::none_of(rail.posted.begin(), rail.posted.end(), [&](const Posted& one) {
+      return must_end(*one.work.job, batch);
+    });
+  };
   for (;;) {
     {
       const std::lock_guard lock(work_mutex_);
-      if (!posted_in_place_locked(*batch)) return;
+      if (std::all_of(rails_.begin(), rails_.end(), ends)) return;
     }
     size_t n = 0;
     for (const auto& adapter : fabric_.adapters()) n += adapter->poll();
     if (deadline.passed()) return;
     if (n == 0) sched_yield();
   }
+}
+
+// What was written by rails that have just ended lands no more, if the peer says so soon.
+void RdmaEndpoint::wait_landed() {
+  Loop& loop = host().loop();
+  std::shared_ptr<Event> landed;
+  {
+    const std::lock_guard lock(work_mutex_);
+    if (landing_.empty() || ended_) return;
+    if (!landed_) landed_ = std::make_shared<Event>();
+    landed = landed_;
+  }
+  (void)loop.wait(*landed, Deadline::in_ms(kCancelMs));
 }
 
 void RdmaEndpoint::cancel(const std::shared_ptr<Batch>& batch, int32_t status,
@@ -213,18 +227,21 @@ void RdmaEndpoint::cancel(const std::shared_ptr<Batch>& batch, int32_t status,
     std::erase(batches_, batch);
     drop_waiting_locked(*batch);
   }
-  wait_a_little(batch);
+  wait_a_little(*batch);
+  bool lands = false;
   {
     const std::lock_guard lock(work_mutex_);
+    const size_t before = landing_.size();
     for (Rail& rail : rails_) {
       const bool ours = std::any_of(rail.posted.begin(), rail.posted.end(), [&](const Posted& one) {
-        const Job& job = *one.work.job;
-        return job.batch == batch && job.staged == 0 && one.work.memory;
+        return must_end(*one.work.job, *batch);
       });
       if (ours) break_locked(rail, "a transfer on it was cancelled", false);
     }
     drop_waiting_locked(*batch);
+    lands = landing_.size() > before;
   }
+  if (lands) wait_landed();
   StreamEndpoint::cancel(batch, status, reason);
 }
 
@@ -255,10 +272,12 @@ void RdmaEndpoint::closed(const Failure& why) {
   {
     const std::lock_guard lock(work_mutex_);
     ended_ = true;
+    landing_.clear();
+    if (landed_) landed_->set();
     for (Rail& rail : rails_) {
       std::deque<Work> posted;
       take_posted_locked(rail, &posted);
-      destroy_locked(rail, false);
+      destroy_locked(rail, Tell::kNobody);
       for (Work& work : posted) jobs.insert(std::move(work.job));
       rail.state = Rail::State::kDown;
     }
@@ -280,7 +299,7 @@ void RdmaEndpoint::closed(const Failure& why) {
   for (const auto& batch : batches) batch->finish(why.status, why.reason.c_str());
   fabric_.forget(*this);
   const std::lock_guard lock(told_mutex_);
-  for (const auto& [id, event] : forgetting_) event->set();
+  for (const auto& [id, one] : forgetting_) one.answered->set();
 }
 
 }  // namespace mc

@@ -12,6 +12,11 @@
 // everybody from then on. cancel() and close() destroy the queue pairs that still work for what is
 // cancelled: a destroyed queue pair moves nothing.
 //
+// Order of writes. What a destroyed queue pair had sent may still be in the cable. Until the peer has
+// said that its half is gone as well (rail_closed), nothing is written by any other way, so that what
+// is written later lands later; a write that is cancelled on the control connection holds up those by
+// rail likewise. Reads do not wait.
+//
 // Messages stay on the control connection, so that one sent after a batch had completed is behind
 // its data (design/rdma.md).
 //
@@ -49,7 +54,7 @@ class RdmaEndpoint final : public StreamEndpoint, public rdma::RailOwner {
   // RailOwner
   void completed(uint32_t rail, const verbs::Wc& completion) override;
   void settle_completed() override;
-  void port_changed() override;
+  void port_changed();  // on the progress thread
 
   // For the fabric: destroy all rails if nothing is posted. False: they are busy.
   bool evict();
@@ -99,8 +104,13 @@ class RdmaEndpoint final : public StreamEndpoint, public rdma::RailOwner {
   void release_locked(Job& job);
   void rails_gone_locked();
   const std::string& why_no_rail_locked() const;
-  bool posted_in_place_locked(const Batch& batch) const;
-  void wait_a_little(const std::shared_ptr<Batch>& batch);
+  bool route_locked(const std::shared_ptr<Job>& job);
+  bool may_write_locked() const {
+    return landing_.empty() && (streamed_parts_ == 0 || !has_late_writes());
+  }
+  static bool must_end(const Job& job, const Batch& batch);
+  void wait_a_little(const Batch& batch);
+  void wait_landed();
 
   // Rails (rdma_rails.cc).
   void look_again_in(uint64_t ms);
@@ -113,8 +123,11 @@ class RdmaEndpoint final : public StreamEndpoint, public rdma::RailOwner {
   bool answer_on_progress(const FrameHead& head, const uint8_t* bytes);
   int32_t accept_locked(const rdma::RailOffer& offer, uint64_t attempt, rdma::RailAnswer* answer);
   void close_passive_locked(uint64_t attempt);
+  void close_on_progress(const FrameHead& head);
+  void closed_on_progress(uint64_t attempt);
   void take_posted_locked(Rail& rail, std::deque<Work>* out);
-  void destroy_locked(Rail& rail, bool tell);
+  enum class Tell { kNobody, kPeer, kPeerAndWait };
+  void destroy_locked(Rail& rail, Tell tell);
   void break_locked(Rail& rail, const std::string& why, bool counts);
   void succeeded_locked(Rail& rail, uint32_t sequence, bool inclusive);
   bool any_hope_locked() const;
@@ -136,9 +149,11 @@ class RdmaEndpoint final : public StreamEndpoint, public rdma::RailOwner {
   std::vector<Rail> rails_;
   uint64_t next_attempt_ = 1;
   std::map<uint64_t, Passive> passive_;
+  std::set<uint64_t> landing_;  // attempts whose writes may still land
+  std::shared_ptr<Event> landed_;  // that there are none; null: nobody waits
   std::deque<std::shared_ptr<Batch>> batches_;  // with parts not handed out
   std::map<uint32_t, Asked> regions_;
-  std::deque<std::shared_ptr<Job>> unplaced_;  // wait for room in Staging
+  std::deque<std::shared_ptr<Job>> unplaced_;  // wait for room in Staging, or for writes to land
   std::deque<Work> ready_;                     // to be posted
   Jobs finished_;
   uint64_t flights_ = 0;  // jobs
@@ -148,7 +163,11 @@ class RdmaEndpoint final : public StreamEndpoint, public rdma::RailOwner {
 
   std::mutex told_mutex_;                                  // a leaf
   std::set<uint32_t> told_;                                // regions of ours the peer may reach
-  std::map<uint32_t, std::shared_ptr<Event>> forgetting_;
+  struct Forgetting {
+    std::shared_ptr<Event> answered;
+    Deadline grace;
+  };
+  std::map<uint32_t, Forgetting> forgetting_;
 };
 
 }  // namespace mc

@@ -244,6 +244,18 @@ int32_t RdmaEndpoint::accept_locked(const RailOffer& offer, uint64_t attempt, Ra
   return MC_OK;
 }
 
+void RdmaEndpoint::close_on_progress(const FrameHead& head) {
+  {
+    const std::lock_guard lock(work_mutex_);
+    close_passive_locked(head.tag);
+  }
+  if (head.a == 0) return;
+  FrameHead reply;
+  reply.type = FrameType::kRailClosed;
+  reply.tag = head.tag;
+  send_frame(reply, nullptr);
+}
+
 void RdmaEndpoint::close_passive_locked(uint64_t attempt) {
   const auto found = passive_.find(attempt);
   if (found == passive_.end()) return;
@@ -309,7 +321,18 @@ void RdmaEndpoint::take_posted_locked(Rail& rail, std::deque<Work>* out) {
   rail.outstanding_bytes = 0;
 }
 
-void RdmaEndpoint::destroy_locked(Rail& rail, bool tell) {
+void RdmaEndpoint::closed_on_progress(uint64_t attempt) {
+  {
+    const std::lock_guard lock(work_mutex_);
+    if (landing_.erase(attempt) == 0 || !landing_.empty()) return;
+    if (landed_) landed_->set();
+    landed_.reset();
+    if (!any_hope_locked()) rails_gone_locked();
+  }
+  pump();
+}
+
+void RdmaEndpoint::destroy_locked(Rail& rail, Tell tell) {
   if (rail.qp == nullptr) return;
   Adapter& adapter = *fabric_.adapters()[rail.ours];
   adapter.drop_rail(rail.number);
@@ -317,10 +340,12 @@ void RdmaEndpoint::destroy_locked(Rail& rail, bool tell) {
   rail.qp = nullptr;
   rail.number = 0;
   fabric_.release_rail();
-  if (!tell || is_closed()) return;
+  if (tell == Tell::kNobody || is_closed()) return;
   FrameHead head;
   head.type = FrameType::kRailClose;
   head.tag = rail.attempt;
+  head.a = tell == Tell::kPeerAndWait ? 1 : 0;
+  if (head.a != 0) landing_.insert(rail.attempt);
   send_frame(head, nullptr);
 }
 
@@ -329,7 +354,9 @@ void RdmaEndpoint::break_locked(Rail& rail, const std::string& why, bool counts)
   std::deque<Work> works;
   take_posted_locked(rail, &works);
   rail.resent += works.size();
-  destroy_locked(rail, true);
+  const bool wrote = std::any_of(works.begin(), works.end(),
+                                 [](const Work& work) { return work.job->writes(); });
+  destroy_locked(rail, wrote ? Tell::kPeerAndWait : Tell::kPeer);
   ready_.insert(ready_.begin(), std::make_move_iterator(works.begin()),
                 std::make_move_iterator(works.end()));
   rail.state = Rail::State::kIdle;
@@ -352,7 +379,10 @@ void RdmaEndpoint::port_changed() {
       const bool active = fabric_.adapters()[rail.ours]->is_active();
       const bool used = rail.state == Rail::State::kReady || rail.state == Rail::State::kConnecting;
       if (!active && used) break_locked(rail, "the port went down", true);
-      if (active && !used) rail.retry_at_ns = 0;  // worth a try at once
+      if (active && !used) {  // worth a try at once, and worth waiting for
+        rail.retry_at_ns = 0;
+        rail.backoff.worked();
+      }
     }
   }
   pump();
@@ -369,7 +399,7 @@ bool RdmaEndpoint::evict() {
   for (Rail& rail : rails_) {
     any = any || rail.qp != nullptr;
     if (rail.qp == nullptr) continue;
-    destroy_locked(rail, true);
+    destroy_locked(rail, Tell::kPeer);
     rail.state = Rail::State::kIdle;
     rail.why = "evicted: it was idle, and others wanted a rail";
   }

@@ -21,11 +21,12 @@ bool RdmaEndpoint::other_frame_on_progress(Connection&, const FrameHead& head,
       return offer_on_progress(head, bytes);
     case FrameType::kRailAnswer:
       return answer_on_progress(head, bytes);
-    case FrameType::kRailClose: {
-      const std::lock_guard lock(work_mutex_);
-      close_passive_locked(head.tag);
+    case FrameType::kRailClose:
+      close_on_progress(head);
       return true;
-    }
+    case FrameType::kRailClosed:
+      closed_on_progress(head.tag);
+      return true;
     case FrameType::kQuery:
       answer_query_on_progress(head);
       return true;
@@ -38,7 +39,7 @@ bool RdmaEndpoint::other_frame_on_progress(Connection&, const FrameHead& head,
       const std::lock_guard lock(told_mutex_);
       told_.erase(head.a);
       const auto found = forgetting_.find(head.a);
-      if (found != forgetting_.end()) found->second->set();
+      if (found != forgetting_.end()) found->second.answered->set();
       return true;
     }
     default:
@@ -165,7 +166,7 @@ void RdmaEndpoint::forget(const std::shared_ptr<Region>& region) {
   {
     const std::lock_guard lock(told_mutex_);
     if (!told_.contains(region->id()) || is_closed()) return;
-    forgetting_.try_emplace(region->id(), std::make_shared<Event>());
+    forgetting_.try_emplace(region->id(), std::make_shared<Event>(), Deadline::in_ms(kGraceMs));
   }
   FrameHead head;
   head.type = FrameType::kRevoked;
@@ -174,16 +175,18 @@ void RdmaEndpoint::forget(const std::shared_ptr<Region>& region) {
 }
 
 void RdmaEndpoint::wait_forgotten(const Region& region, Deadline deadline) {
-  std::shared_ptr<Event> answered;
+  Forgetting one;
   {
     const std::lock_guard lock(told_mutex_);
     const auto found = forgetting_.find(region.id());
     if (found == forgetting_.end()) return;
-    answered = found->second;
+    one = found->second;
   }
-  const Deadline grace = Deadline::in_ms(kGraceMs);
   // Who does not answer is refused by our devices, once the registration is gone.
-  if (!is_closed()) (void)host().loop().wait(*answered, deadline < grace ? deadline : grace);
+  // All peers have the same half second, from when they were told.
+  if (!is_closed()) {
+    (void)host().loop().wait(*one.answered, deadline < one.grace ? deadline : one.grace);
+  }
   const std::lock_guard lock(told_mutex_);
   forgetting_.erase(region.id());
   told_.erase(region.id());

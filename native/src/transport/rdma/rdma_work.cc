@@ -18,6 +18,7 @@ constexpr uint64_t kSignalBytes = 4 << 20;
 constexpr uint64_t kSignalOwnBytes = 64 << 10;
 constexpr uint32_t kSignalEvery = 16;
 constexpr uint32_t kTriesMax = 12;
+constexpr char kUnregistered[] = "the memory here was unregistered before the transfer had ended";
 
 bool is_remote_refusal(uint32_t status) {
   return status == verbs::kWcRemoteAccess || status == verbs::kWcRemoteInvalid ||
@@ -52,7 +53,7 @@ bool RdmaEndpoint::next_jobs_locked() {
   bool took = false;
   while (!unplaced_.empty()) {
     const std::shared_ptr<Job> job = unplaced_.front();
-    if (!place_locked(job)) return took;
+    if (!route_locked(job)) return took;
     unplaced_.pop_front();
     took = true;
   }
@@ -97,8 +98,15 @@ void RdmaEndpoint::begin_job_locked(const std::shared_ptr<Job>& job) {
     return fail_locked(job, MC_E_ACCESS, kRefused);
   }
   if (part.length == 0) return finished_.push_back(job);
-  if (!any_hope_locked()) return by_stream_locked(job);
-  if (!place_locked(job)) unplaced_.push_back(job);
+  if (!route_locked(job)) unplaced_.push_back(job);
+}
+
+// By rail, or by the control connection where there is none. False: it must wait (see unplaced_).
+bool RdmaEndpoint::route_locked(const std::shared_ptr<Job>& job) {
+  if (job->writes() && !may_write_locked()) return false;
+  if (any_hope_locked()) return place_locked(job);
+  by_stream_locked(job);
+  return true;
 }
 
 // The works of a job from where its bytes lie now. False: there is a place no device can reach;
@@ -106,6 +114,7 @@ void RdmaEndpoint::begin_job_locked(const std::shared_ptr<Job>& job) {
 bool RdmaEndpoint::works_locked(const std::shared_ptr<Job>& job, std::vector<Work>* out,
                                 bool* remote) {
   const Part& part = job->part;
+  const auto use = job->writes() ? MemoryBook::Use::kSource : MemoryBook::Use::kTarget;
   uint64_t offset = part.remote_offset, local = job->local();
   for (uint64_t left = part.length; left > 0;) {
     const Span* span = job->region->at(offset);
@@ -113,7 +122,7 @@ bool RdmaEndpoint::works_locked(const std::shared_ptr<Job>& job, std::vector<Wor
     if (*remote) return false;
     uint64_t n = std::min(left, span->offset + span->nbytes - offset);
     auto memory = job->staged != 0 ? fabric_.staging().registration()
-                                   : fabric_.memory().find(local, part.op == MC_OP_READ);
+                                   : fabric_.memory().find(local, use);
     if (!memory) return false;
     n = std::min(n, memory->address() + memory->nbytes() - local);
     out->push_back({job, std::move(memory), local, span->address + (offset - span->offset), n, span});
@@ -193,7 +202,7 @@ void RdmaEndpoint::rails_gone_locked() {
   for (const auto& job : jobs) {
     if (job->open > 0) continue;  // cannot be: nothing is posted any more
     if (job->batch->stopped()) release_locked(*job);
-    else by_stream_locked(job);
+    else if (!route_locked(job)) unplaced_.push_back(job);
   }
 }
 
@@ -216,7 +225,13 @@ void RdmaEndpoint::post_locked(Notice notice) {
       ready_.pop_front();
       continue;
     }
-    const int i = pick_rail(views, work.length, work.memory ? work.memory->numa_node() : -1);
+    if (work.memory->ended()) {  // unregistered here while it waited for a rail
+      job.status = MC_E_ACCESS;
+      job.why = kUnregistered;
+      continue;
+    }
+    if (job.writes() && !may_write_locked()) break;
+    const int i = pick_rail(views, work.length, work.memory->numa_node());
     if (i < 0) break;
     const auto index = static_cast<size_t>(i);
     if (!fabric_.adapters()[rails_[index].ours]->take_credit(weak_owner())) {
@@ -305,7 +320,10 @@ void RdmaEndpoint::completed(uint32_t number, const verbs::Wc& completion) {
   const bool refusal = is_remote_refusal(completion.status);
   if (!rail.posted.empty() && rail.posted.front().sequence == sequence) {
     Job& job = *rail.posted.front().work.job;
-    if (refusal) {
+    if (completion.status == verbs::kWcLocalProtection) {
+      job.status = MC_E_ACCESS;
+      job.why = kUnregistered;
+    } else if (refusal) {
       job.status = MC_E_ACCESS;
       job.why = kRefused;
       if (job.region) regions_.erase(job.region->id);  // the next one asks what it is now
@@ -314,7 +332,7 @@ void RdmaEndpoint::completed(uint32_t number, const verbs::Wc& completion) {
       job.why = "given up after " + std::to_string(job.tries) + " tries: " + words;
     }
   }
-  break_locked(rail, words, !refusal);
+  break_locked(rail, words, !refusal && completion.status != verbs::kWcLocalProtection);
 }
 
 void RdmaEndpoint::finish(Job& job) {

@@ -190,6 +190,7 @@ Connection::Body Connection::begin_on_progress(const FrameHead& head) {
     case FrameType::kCredit:
     case FrameType::kGate:
     case FrameType::kRailClose:
+    case FrameType::kRailClosed:
       return head.nbytes == 0 ? Body::kInline : Body::kBad;
   }
   return Body::kBad;

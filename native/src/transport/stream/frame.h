@@ -21,7 +21,8 @@
 //   gate         -            -        -        -         -
 //   rail_offer   attempt      -        -        -         RailOffer (rdma, rdma/rail.h)
 //   rail_answer  attempt      status   -        -         RailAnswer
-//   rail_close   attempt      -        -        -         -
+//   rail_close   attempt      answer   -        -         -
+//   rail_closed  attempt      -        -        -         -
 //
 // read asks for parts; each is answered by one data frame, in any order, straight from memory.
 // write carries a part; it is answered by done. pull asks the owner to fetch a part by itself
@@ -35,6 +36,8 @@
 // credit says how many bytes were taken. Nothing else ever waits for that. cancel: nobody
 // waits for the parts with these tags. Those to be read need not be answered; those to be pulled need
 // not be fetched, but are answered, so that the writer knows from when on they cannot land any more.
+// rail_close: the queue pair of that attempt goes; rail_closed, where an answer is wanted, says that
+// nothing that was written through it lands any more.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +46,7 @@ namespace mc {
 
 enum class FrameType : uint16_t {
   kMessage = 1, kReply, kRead, kData, kWrite, kPull, kDone, kQuery, kRegion, kRevoked, kRevokedAck,
-  kCredit, kCancel, kGate, kRailOffer, kRailAnswer, kRailClose,
+  kCredit, kCancel, kGate, kRailOffer, kRailAnswer, kRailClose, kRailClosed,
 };
 
 struct FrameHead {
