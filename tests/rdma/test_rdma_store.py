@@ -5,6 +5,7 @@ Some of the store's own tests, with a node at one end of the cable and the clien
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +19,7 @@ from test_store import (
     test_f03_caller_buffers_as_sources_and_targets,
     test_f07_a_second_put_says_exists_and_changes_nothing,
 )
+from test_store_scattered import shared
 
 from mooncake_py import StoreClient
 from mooncake_py.ops.cluster import Cluster, ClusterOptions
@@ -84,3 +86,19 @@ def test_f22_puts_and_gets_travel_by_the_devices(store: StoreClient) -> None:
         assert by_socket < MIB, peers
     store.put("plain", value)
     assert store.get("plain") == value
+
+
+def test_f03_of_a_memfd_that_became_shorter_the_device_holds_what_was_there(
+    store: StoreClient,
+) -> None:
+    """It was given pages, not a file: no error, no crash, and no bytes of anybody else."""
+    memory, fd = shared(4 * MIB, seals=False)
+    view = memoryview(memory)
+    before = bytes(view[-200_000:])
+    registered = store.register(view, fd=fd)
+    os.ftruncate(fd, 2 * MIB)
+    assert store.put_batch(["kept", "cut"], [view[:200_000], view[-200_000:]]) == [None, None]
+    assert store.get("cut") == before
+    registered.close()
+    os.ftruncate(fd, 4 * MIB)
+    os.close(fd)

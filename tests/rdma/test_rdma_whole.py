@@ -12,6 +12,7 @@ from rdma_ports import PORTS
 
 ROOT = Path(__file__).parents[2]
 STORE = ("test_store.py", "test_store_scattered.py")
+SLOW = "5"  # how much longer all times of the chaos are, see tests/chaos
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("MOONCAKE_RDMA_WHOLE") != "1",
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*words: str, seconds: int) -> str:
+def run(*words: str, seconds: int, **environment: str) -> str:
     paths = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
     ended = subprocess.run(
         [sys.executable, "-m", *words],
@@ -27,30 +28,31 @@ def run(*words: str, seconds: int) -> str:
         text=True,
         timeout=seconds,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": paths, **environment},
         check=False,
     )
     assert ended.returncode == 0, ended.stdout[-6_000:] + ended.stderr[-2_000:]
     return ended.stdout
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_f22_the_stores_own_tests_pass_with_every_byte_over_rdma() -> None:
     files = [f"tests/integration/{name}" for name in STORE]
     said = run(
-        *("pytest", "-p", "over_rdma", *files, "-q", "-p", "no:cacheprovider", "--timeout", "60"),
-        seconds=290,
+        *("pytest", "-p", "over_rdma", *files, "-q", "-p", "no:cacheprovider", "--timeout", "90"),
+        seconds=890,
     )
     assert "passed" in said
     assert "failed" not in said
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a40_killed_and_stopped_at_random_the_store_keeps_its_promises_over_rdma() -> None:
     """One round of `./dev chaos --rdma`; the operations that were judged are counted in it."""
     ports = ",".join(PORTS)
     said = run(
-        *("tests.chaos", "1", "--seconds", "20", "--round", "embedded", "--rdma", ports),
-        seconds=290,
+        *("tests.chaos", "1", "--seconds", "10", "--round", "embedded", "--rdma", ports),
+        seconds=890,
+        MOONCAKE_CHAOS_SLOW=os.environ.get("MOONCAKE_CHAOS_SLOW", SLOW),
     )
     assert "VIOLATION" not in said
