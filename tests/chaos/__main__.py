@@ -4,6 +4,7 @@ nothing.
 Rounds share the seconds. Each prints its seed, what it did, and what it found; the exit code is 1
 when promises were broken. With `--keep` the folder with histories and logs stays. With `--rdma`
 objects travel by these ports ("mlx5_0,mlx5_1"), and all processes are on this host: the ports are.
+MOONCAKE_CHAOS_SLOW=N makes all times N times as long: for a machine that is so slow.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "integration")]
 
 from chaos_network import inside, why_not  # noqa: E402 - its folder has just been added
 from chaos_run import play, summary  # noqa: E402
-from chaos_schedule import Shape  # noqa: E402
+from chaos_schedule import SLOW, Shape  # noqa: E402
 from chaos_world import has_faketime  # noqa: E402
 
 WITHIN = "CHAOS_IS_WITHIN"  # set in the process that has a network of its own
@@ -86,8 +87,10 @@ def _rounds(seed: int, options: argparse.Namespace, reason: str) -> int:
     for name, (plain, share) in chosen.items():
         shape = replace(plain, ports=ports)
         seconds = max(10, options.seconds * share // total)
-        ways = f" --rdma {options.rdma}" if ports else ""
-        print(f"chaos: ./dev chaos {seed} --seconds {seconds} --round {name}{ways}", flush=True)
+        command = f"./dev chaos {seed} --seconds {seconds} --round {name}"
+        command += f" --rdma {options.rdma}" if ports else ""
+        slow = f"MOONCAKE_CHAOS_SLOW={SLOW} " if SLOW > 1 else ""
+        print(f"chaos: {slow}{command}", flush=True)
         database = None if shape.etcd_count else _database(folder / name, network)
         outcome = play(shape, seed, seconds, folder / name, database)
         print(summary(outcome), flush=True)

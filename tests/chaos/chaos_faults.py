@@ -17,17 +17,17 @@ from itertools import product
 from pathlib import Path
 
 from chaos_history import FOREVER, SECOND, Excuse
-from chaos_schedule import LEADER, Step
+from chaos_schedule import LEADER, SLOW, Step
 from chaos_world import DEAD_MS, World
 
 from mooncake_py.errors import MooncakeError
 from mooncake_py.master.client import MasterClient
 from mooncake_py.model import EXTENT_HEADER_BYTES
 
-GRACE = 4 * SECOND
-DEAD = (DEAD_MS - 1_500) * 1_000_000  # silent for longer: perhaps forgotten
-CALL_MS = 2_000
-LOOK = SECOND // 4
+GRACE = 4 * SECOND * SLOW
+DEAD = (DEAD_MS - 1_500 * SLOW) * 1_000_000  # silent for longer: perhaps forgotten
+CALL_MS = 2_000 * SLOW
+LOOK = SECOND * SLOW // 4
 
 Undo = Callable[[], None]
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import chaos_values
@@ -23,7 +23,7 @@ from chaos_history import (
     Operation,
     Violation,
 )
-from chaos_schedule import CALM_MS, Shape, Step, schedule
+from chaos_schedule import CALM_MS, SLOW, Shape, Step, schedule, slowly
 from chaos_world import LEASE_MS, SUSPECT_MS, World
 
 from mooncake_py import StoreClient
@@ -32,9 +32,10 @@ from mooncake_py.errors import MooncakeError, ObjectNotFound
 from mooncake_py.master.client import MasterClient
 
 TENANTS = ("red", "blue")
-SETTLE_MS = 30_000  # for everything to be back after the last step
-QUIET_MS = 2_500
-STALE = (LEASE_MS + 2 * SUSPECT_MS + 1_000) * 1_000_000
+SETTLE_MS = 30_000 * SLOW  # for everything to be back after the last step
+QUIET_MS = 2_500 * SLOW
+STALE = (LEASE_MS + 2 * SUSPECT_MS + 1_000 * SLOW) * 1_000_000
+ALLOWED = Allowed(STALE, Allowed().young * SLOW, Allowed().slack_ms * SLOW, Allowed().leased * SLOW)
 EVICTIONS = ("evict",)
 DAMAGED = "damaged on every replica"
 
@@ -94,7 +95,7 @@ class Run:
             self._until(start_ms + step.at_ms)
             undo = self.faults.do(step)
             self._undo.append((_now_ms() + step.for_ms, undo))
-        self._until(max((due for due, _ in self._undo), default=start_ms + CALM_MS))
+        self._until(max((due for due, _ in self._undo), default=start_ms + CALM_MS * SLOW))
 
     def _until(self, due_ms: int) -> None:
         """Undo what is due, and listen."""
@@ -106,7 +107,7 @@ class Run:
             self.world.poll()
             self._look_for_casualties()
             self.faults.look()
-            waiter.poll(20)
+            waiter.poll(20 * SLOW)
 
     def _is_due(self, now_ms: int) -> bool:
         return any(due <= now_ms for due, _ in self._undo)
@@ -127,13 +128,13 @@ class Run:
         """Everything is healed: the cluster is whole again by itself, and then nothing fails."""
         deadline = Deadline(SETTLE_MS, SystemClock())
         while not (self.world.all_ready() and self._is_whole()):
-            self._until(_now_ms() + 100)
+            self._until(_now_ms() + 100 * SLOW)
             if deadline.passed():
                 self._complain(
                     "broken", "cluster", f"not whole after {SETTLE_MS} ms: {self._state()}"
                 )
                 break
-        self._until(_now_ms() + 3_000)  # doubts and avoided nodes end
+        self._until(_now_ms() + 3_000 * SLOW)  # doubts and avoided nodes end
         for name in self.world.names("c"):
             self.world.signal(name, signal.SIGCONT)  # one that stopped itself in the last moment
         self._quiet_since = time.monotonic_ns()
@@ -145,7 +146,7 @@ class Run:
     def _state(self) -> str:
         try:
             with closing(MasterClient(self.world.master_address)) as master:
-                segments = master.status(timeout_ms=1_000).segments
+                segments = master.status(timeout_ms=1_000 * SLOW).segments
         except MooncakeError as error:
             return f"{error}; ready: {sorted(self.world.ready_at)}"
         return f"{[(s.node, s.state) for s in segments]}; ready: {sorted(self.world.ready_at)}"
@@ -153,7 +154,7 @@ class Run:
     def _is_whole(self) -> bool:
         try:
             with closing(MasterClient(self.world.master_address)) as master:
-                segments = master.status(timeout_ms=1_000).segments
+                segments = master.status(timeout_ms=1_000 * SLOW).segments
         except MooncakeError:
             return False
         each = 2 if self.world.shape.disk_mib else 1  # a segment of memory, and one of disk
@@ -205,7 +206,7 @@ class Run:
             operations,
             self.faults.excuses,
             self.faults.pauses,
-            Allowed(stale=STALE, evicted=shape.streams),
+            replace(ALLOWED, evicted=shape.streams),
             self.faults.doubts,
             self.faults.wipes,
         )
@@ -266,7 +267,7 @@ def play(
     shape: Shape, seed: int, seconds: int, folder: Path, database: Path | None = None
 ) -> Outcome:
     """A round of about `seconds`, without starting and settling."""
-    steps = schedule(seed, shape, 1_000 * seconds)
+    steps = slowly(schedule(seed, shape, 1_000 * seconds))
     folder.mkdir(parents=True, exist_ok=True)
     world = World(shape, seed, folder, database)
     try:

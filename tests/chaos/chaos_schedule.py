@@ -8,11 +8,15 @@ steps go further on purpose: all of a single etcd, or all masters.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CALM_MS = 1_500  # before the first step
+# All times of a run are so many times as long, and calls as rare: for a machine on which the
+# processes of a cluster get so much less of a processor, which alone breaks promises about time.
+SLOW = max(1, int(os.environ.get("MOONCAKE_CHAOS_SLOW", "1")))
 LEADER, STANDBY = "leader", "standby"
 
 
@@ -195,3 +199,7 @@ def schedule(seed: int, shape: Shape, length_ms: int) -> list[Step]:
         else:
             at_ms += 100
     return steps
+
+
+def slowly(steps: Sequence[Step]) -> list[Step]:
+    return [replace(step, at_ms=SLOW * step.at_ms, for_ms=SLOW * step.for_ms) for step in steps]

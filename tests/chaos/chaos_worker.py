@@ -57,7 +57,7 @@ class Spec:
     history: str
     own_keys: int = 40  # written by this name only
     shared_keys: int = 30  # written by all
-    calls_per_second: int = 40  # of each thread
+    calls_per_second: float = 40  # of each thread
     timeout_ms: int = 3_000
     transports: tuple[str, ...] = ("local", "shm", "tcp")
     streams: bool = False  # puts new keys all the time, so that the nodes fill up

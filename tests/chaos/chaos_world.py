@@ -18,7 +18,7 @@ from pathlib import Path
 
 from chaos_inside import faketime
 from chaos_network import Network
-from chaos_schedule import LEADER, STANDBY, Shape
+from chaos_schedule import LEADER, SLOW, STANDBY, Shape
 from etcd_cluster import EtcdCluster, free_ports
 
 from mooncake_py.errors import ClusterError
@@ -26,11 +26,12 @@ from mooncake_py.ops import leash
 from mooncake_py.ops.child import Child
 
 MODULE = "tests.chaos.chaos_inside"
-START_MS = 90_000  # a guest on one processor takes long to start them
-LEASE_MS, DEAD_MS, SUSPECT_MS = 2_000, 4_000, 1_000
+START_MS = 90_000 * SLOW  # a guest on one processor takes long to start them
+LEASE_MS, DEAD_MS, SUSPECT_MS = 2_000 * SLOW, 4_000 * SLOW, 1_000 * SLOW
 MASTER_SETTINGS = (
     f"lease_ms={LEASE_MS}", f"dead_ms={DEAD_MS}", f"suspect_ms={SUSPECT_MS}",
-    "grant_ttl_ms=4000", "grant_margin_ms=1000", "doubt_ms=1000", "events_max=200000",
+    f"grant_ttl_ms={4_000 * SLOW}", f"grant_margin_ms={1_000 * SLOW}", f"doubt_ms={1_000 * SLOW}",
+    "events_max=200000",
 )  # fmt: skip
 
 
@@ -140,7 +141,8 @@ class World:
         spec = {
             "name": name, "master": self.master_address, "seed": self._seed, "life": life,
             "history": str(self.history(name, life)), "transports": self.transports(name),
-            "streams": self.shape.streams,
+            "streams": self.shape.streams, "calls_per_second": 40 / SLOW,
+            "timeout_ms": 3_000 * SLOW,
         }  # fmt: skip
         return "tests.chaos.chaos_worker", [json.dumps(spec)]
 
