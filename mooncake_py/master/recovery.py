@@ -56,10 +56,14 @@ def begin_term(
     state.generation_mark = max(state.generation_mark, (term + 1) << _GENERATION_BITS)
     state.events.begin(term << _GENERATION_BITS)
     state.term = term
-    members = state.members
+    members, settings = state.members, state.settings
+    lost_until_ms = now_ms + settings.recovery_ms
+    unlogged = (members.next_segment_id, term << _SEGMENT_BITS, lost_until_ms)
+    state.unrecorded.lost_segments = unlogged
+    if members.next_segment_id == 1:  # a log that has never heard of a node may be cut short
+        foreign_until_ms = max(foreign_until_ms, lost_until_ms)
     members.next_segment_id = max(members.next_segment_id, term << _SEGMENT_BITS)
     state.unrecorded.foreign_until_ms = foreign_until_ms
-    settings = state.settings
     leases = state.lingering.begin(
         term << _GENERATION_BITS,
         now_ms,
@@ -88,10 +92,8 @@ def term_wanted(state: CatalogState, command: Mount, now_ms: int) -> int:
     """Extents of a master that nothing is known of come to light, and they may look younger than
     what this one grants: the term that is above all of theirs. 0: this one is. Nothing of theirs is
     taken over before that term is durable, since a later master must find its own above it, too."""
-    unseen = command.segment_id or (command.disk_id and state.members.find_disk(command) is None)
-    if not (command.foreign and command.recovers and unseen):
-        return 0
-    adopts = now_ms < state.unrecorded.foreign_until_ms
+    lost = _disk_lost if command.disk_id else _segment_lost
+    adopts = command.recovers and lost(state, command, now_ms)
     return command.former_term + 1 if adopts and command.former_term >= state.term else 0
 
 
@@ -144,11 +146,9 @@ def former_segment(state: CatalogState, work: Work, command: Mount, now_ms: int)
     if not command.segment_id or not command.recovers:
         return None
     known = state.members.by_id.get(command.segment_id)
-    if command.foreign:
-        if known is not None or now_ms >= state.unrecorded.foreign_until_ms:
-            return None
+    if _segment_lost(state, command, now_ms):
         return _adopt_segment(state, work, command, command.segment_id, now_ms)
-    if known is None or known.state == GONE or not command.warm:
+    if known is None or command.foreign or known.state == GONE or not command.warm:
         return None
     if command.nbytes < known.nbytes:
         return None
@@ -162,19 +162,34 @@ def former_segment(state: CatalogState, work: Work, command: Mount, now_ms: int)
 
 def former_disk(state: CatalogState, work: Work, command: Mount, now_ms: int) -> Segment | None:
     """The segment this disk was, or becomes with what is on it; None: nothing is known of it."""
-    known = state.members.find_disk(command)
-    adopts = command.foreign and command.recovers and now_ms < state.unrecorded.foreign_until_ms
-    if known is not None or not adopts:
-        return known
+    if not (command.recovers and _disk_lost(state, command, now_ms)):
+        return state.members.find_disk(command)
     segment = _adopt_segment(state, work, command, state.members.next_segment_id, now_ms)
     state.mark(work)
     return segment
 
 
+def _segment_lost(state: CatalogState, command: Mount, now_ms: int) -> bool:
+    """Was it given out by a master whose records of that are lost: all of them, or the newest?"""
+    if not command.segment_id or command.segment_id in state.members.by_id:
+        return False
+    if command.foreign:
+        return now_ms < state.unrecorded.foreign_until_ms
+    first, below, until_ms = state.unrecorded.lost_segments
+    return first <= command.segment_id < below and now_ms < until_ms
+
+
+def _disk_lost(state: CatalogState, command: Mount, now_ms: int) -> bool:
+    """Likewise; a disk of this cluster, if the log has never heard of any segment."""
+    ours = state.unrecorded.lost_segments[0] == 1
+    adopts = (command.foreign or ours) and now_ms < state.unrecorded.foreign_until_ms
+    return adopts and command.former_term > 0 and state.members.find_disk(command) is None
+
+
 def _adopt_segment(
     state: CatalogState, work: Work, command: Mount, segment_id: int, now_ms: int
 ) -> Segment:
-    """One of a cluster whose records are lost. This term is above all it may hold, and its readers
+    """One whose records are lost. This term is above all it may hold, and its readers
     may have any lease."""
     work.records += state.lingering.lengthen(state.settings.lease_max_ms, now_ms)
     segment = state.members.add(command, segment_id, now_ms)

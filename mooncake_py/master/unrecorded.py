@@ -94,7 +94,7 @@ class Unrecorded:
 
     __slots__ = (
         "_graves", "_sweeps", "durable_puts", "first_generation", "foreign_until_ms", "gathered",
-        "horizon", "open", "voids",
+        "horizon", "lost_segments", "open", "voids",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -103,6 +103,8 @@ class Unrecorded:
         self.first_generation = 1
         self.durable_puts = False
         self.foreign_until_ms = 0  # segments of a lost cluster are adopted until then
+        # Ids from, below, and until when: given out by former masters, after what the log tells.
+        self.lost_segments = (1, 1, 0)
         self.open = False
         # Of groups that are not whole yet: by key, what recovery.py found of it.
         self.gathered: dict[tuple[str, int], dict[bytes, list[Any]]] = {}

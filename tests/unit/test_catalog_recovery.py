@@ -4,6 +4,8 @@ The rules are in design/recovery.md."""
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 from catalog_model import check_invariants
 from catalog_nodes import SETTINGS, Cluster
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_py.errors import Backpressure
+from mooncake_py.master import records
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
     Granted,
@@ -119,6 +122,39 @@ def test_f64_without_any_record_the_nodes_say_what_there_is() -> None:
     assert cluster.driver.catalog.state.hard_pinned_units == 2 * 17
     cluster.put(b"k1x")  # generations go on above those of the lost cluster
     check_invariants(cluster.driver.catalog)
+
+
+def test_f64_a_log_that_ends_early_costs_nothing_that_nodes_hold() -> None:
+    """Wherever it is cut, also before the segments were mounted that the nodes still have."""
+    expected = [b"k0", b"k1", b"k3", b"k4", b"k5"]
+    for kept in count():
+        cluster = Cluster("a", "b")
+        for i in range(6):
+            cluster.put(b"k%d" % i, replica_count=1 + i % 2)
+        cluster.remove(b"k2")
+        log = cluster.driver.log
+        if kept and isinstance(records.decode(log[kept - 1]), records.Marks):
+            continue  # written in one transaction with the segment that it is for
+        lost = len(log) - kept
+        cluster.crash(lost)
+        assert cluster.keys() == expected, kept
+        cluster.put(b"new")
+        cluster.crash(0)
+        assert cluster.keys() == [*expected, b"new"], kept
+        if not lost:
+            return
+
+
+def test_f64_a_segment_that_was_given_up_is_not_taken_for_one_that_the_log_lost() -> None:
+    cluster = Cluster("a")
+    cluster.put(b"k")
+    node = cluster.nodes["a"]
+    cluster.driver.apply(Unmount("a", 1, node.segment_id))
+    cluster.driver.pass_time(500, alive=False)
+    before = node.segment_id
+    cluster.crash(0)
+    assert node.segment_id != before
+    assert cluster.keys() == []
 
 
 def test_f64_nothing_is_placed_on_a_node_before_it_has_told() -> None:
