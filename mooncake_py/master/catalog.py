@@ -114,7 +114,7 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
     work.unseal_all(state.lingering.due(now_ms))
     work.records += state.lingering.shorten(state.settings.lease_ms, now_ms)
     if state.unrecorded.open:
-        recovery.refresh(state, now_ms)
+        recovery.refresh(state, work, now_ms)
     if state.doubts:
         state.doubts = {which: until for which, until in state.doubts.items() if until > now_ms}
     return work.done(Done(more), now_ms)

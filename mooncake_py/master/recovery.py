@@ -72,8 +72,9 @@ def begin_term(
         state.unrecorded.horizon == 1,
     )
     record = state.unrecorded.begin(state.next_generation, durable_puts)
-    refresh(state, now_ms)
-    return [record, *leases, *_drops(state, now_ms)]
+    work = Work()
+    refresh(state, work, now_ms)
+    return [record, *leases, *_drops(state, now_ms), *work.records]
 
 
 def _drops(state: CatalogState, now_ms: int) -> list[bytes]:
@@ -108,7 +109,7 @@ def raise_term(state: CatalogState, term: int) -> bytes:
     return record
 
 
-def refresh(state: CatalogState, now_ms: int) -> None:
+def refresh(state: CatalogState, work: Work, now_ms: int) -> None:
     """Does anybody still owe what no record tells? When nobody does, graves are closed."""
     unrecorded = state.unrecorded
     unrecorded.open = now_ms < unrecorded.foreign_until_ms or any(
@@ -119,6 +120,11 @@ def refresh(state: CatalogState, now_ms: int) -> None:
             for segment, found in chain.from_iterable(group.values()):
                 release(state, segment, found, now_ms)
         unrecorded.close()
+        for segment in state.members:
+            waited = segment.disk is None or not segment.recorded_below
+            untold = segment.recorded_below < unrecorded.first_generation
+            if segment.state != GONE and waited and untold:
+                _note_recorded(state, work, segment)
         unrecorded.forget_below(
             min(
                 (each.recorded_below for each in state.members if each.state != GONE),
@@ -134,7 +140,7 @@ def give_up(state: CatalogState, work: Work, now_ms: int) -> None:
         if not segment.recorded:
             _mark_recorded(state, work, segment)
             state.counters["inventories_given_up"] += 1
-    refresh(state, now_ms)
+    refresh(state, work, now_ms)
 
 
 # --- mount ----------------------------------------------------------------------------------------
@@ -217,7 +223,7 @@ def expects(
     ]
     if not segment.owed and not runs and not segment.recorded:
         _mark_recorded(state, work, segment)
-        refresh(state, now_ms)
+        refresh(state, work, now_ms)
     ranges = sorted({*segment.owed, *runs})
     if len(ranges) > _RANGES_MAX:
         return [(ranges[0][0], max(below for _, below in ranges))]
@@ -244,7 +250,7 @@ def inventory(state: CatalogState, command: Inventory, now_ms: int) -> Applied:
         _mark_recorded(state, work, segment)
         segment.compared |= segment.disk is not None  # its own lists do that (audits.py)
         state.members.set_state(segment, ALIVE)
-        refresh(state, now_ms)
+        refresh(state, work, now_ms)
     if not command.compare:
         return work.done(Inventoried(unseal), now_ms)
     cursor = command.cursor + _STRIDE
@@ -259,6 +265,14 @@ def inventory(state: CatalogState, command: Inventory, now_ms: int) -> Applied:
 def _mark_recorded(state: CatalogState, work: Work, segment: Segment) -> None:
     segment.recorded = True
     segment.owed = ()
+    waiting = (each for group in state.unrecorded.gathered.values() for each in group.values())
+    if not any(each is segment for found in waiting for each, _ in found):
+        _note_recorded(state, work, segment)
+
+
+def _note_recorded(state: CatalogState, work: Work, segment: Segment) -> None:
+    """No later master asks for it again. While parts that it holds wait for others, which is in no
+    record, a later one has to; what ends meanwhile is buried."""
     segment.recorded_below = state.unrecorded.first_generation
     work.records.append(records.encode(segment_fields(segment)))
 

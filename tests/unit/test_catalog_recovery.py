@@ -336,11 +336,9 @@ def test_f10_leases_are_renewed_by_readers_and_end_by_themselves() -> None:
     assert driver.remove([b"k"]).removed == 1
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_f64_a_group_comes_back_as_a_whole_or_not_at_all(missing: bool) -> None:
-    """Its members may be parts of one object: some of them alone would be wrong bytes."""
-    cluster = Cluster("a", "b")
-    driver, keys = cluster.driver, [b"g0", b"g1", b"g2", b"g3"]
+def grouped(cluster: Cluster, keys: list[bytes]) -> None:
+    """Puts them as one group, on both nodes."""
+    driver = cluster.driver
     granted = driver.apply(
         PutStart("t", keys, [1000] * 4, bytes(64), groups=[7] * 4, random=3)
     ).reply
@@ -356,6 +354,36 @@ def test_f64_a_group_comes_back_as_a_whole_or_not_at_all(missing: bool) -> None:
     if not b.sealed:  # placement may have chosen one node: move one over
         offset, extent = a.sealed.popitem()
         b.sealed[offset], b.group_size = extent, 4
+
+
+@pytest.mark.parametrize("wiped", [False, True])
+def test_f64_what_waits_for_other_parts_is_asked_for_again_by_the_next_master(wiped: bool) -> None:
+    cluster = Cluster("a", "b")
+    driver, keys = cluster.driver, [b"g0", b"g1", b"g2", b"g3"]
+    grouped(cluster, keys)
+    a, b = cluster.nodes["a"], cluster.nodes["b"]
+    if wiped:
+        cluster.forget()
+    else:
+        cluster.crash(2, nodes=False)  # of all grants and commits there is no record
+    a.recover(driver, a.mount(driver))
+    assert cluster.keys() == []
+    cluster.crash(0, nodes=False, foreign_until_ms=driver.now_ms + SETTINGS.recovery_ms)
+    a.recover(driver, a.mount(driver))
+    b.recover(driver, b.mount(driver))
+    assert cluster.keys() == keys
+    cluster.remove(b"g2")
+    cluster.crash(0)
+    assert cluster.keys() == []
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_f64_a_group_comes_back_as_a_whole_or_not_at_all(missing: bool) -> None:
+    """Its members may be parts of one object: some of them alone would be wrong bytes."""
+    cluster = Cluster("a", "b")
+    driver, keys = cluster.driver, [b"g0", b"g1", b"g2", b"g3"]
+    grouped(cluster, keys)
+    a, b = cluster.nodes["a"], cluster.nodes["b"]
     cluster.forget()
     a.recover(driver, a.mount(driver))
     assert cluster.keys() == []  # not before all are there
