@@ -90,19 +90,21 @@ class Page:
         if found.own in state.tasks.running:
             return True
         if not self._owed(found):
-            return self._is_gathered(found)
+            return self._waits(found)
         together = found.group and not is_named(found.group)
         return self._gather(found) if together else self._adopt(found)
 
-    def _is_gathered(self, found: _Found) -> bool:
-        """Has this node told of this one before?"""
-        of_group = self.state.unrecorded.gathered.get((found.name.tenant, found.group), {})
-        return (self.segment, found) in of_group.get(found.name.key, [])
+    def _waits(self, found: _Found) -> bool:
+        """Has this node told of this one before, and is its place taken?"""
+        unrecorded = self.state.unrecorded
+        of_group = unrecorded.gathered.get((found.name.tenant, found.group), {})
+        told = of_group.get(found.name.key, []) if found.group else unrecorded.contested
+        return (self.segment, found) in told
 
     def _gather(self, found: _Found) -> bool:
         """A member of a group, or a part of an object: all are adopted when all are there, for one
         alone may be worse than none. Until then its place is taken: nothing may be put there."""
-        if self._is_gathered(found):
+        if self._waits(found):
             return True  # told again
         if not self._claim(found):
             return False
@@ -251,14 +253,47 @@ class Page:
             return False
         former = tenant.complete.get(name.key)
         if former is not None and (
-            found.free_only or state.table.generation[former] > found.generation
+            state.table.generation[former] > found.generation
+            or (found.free_only and self._surely_there(former))
         ):
             return False
+        if self._waits(found):
+            return True  # told again
         if not self._claim(found):
             return False
+        if found.free_only and former is not None and tenant.complete.get(name.key) == former:
+            found.claimed = True
+            state.unrecorded.contested.append((self.segment, found))
+            return True
         if former is not None and tenant.complete.get(name.key) == former:
             state.end_object(self.work, former, Event.REPLACED, self.now_ms)
         self._install(tenant, found)
+        return True
+
+    def _surely_there(self, slot: int) -> bool:
+        """Has a node said that it holds the object?"""
+        places = self.state.table.places(slot)
+        homes = (self.state.members.at(place >> PLACE_BITS) for place in places)
+        return any(each.compared and each.state != GONE for each in homes)
+
+    def settle(self, found: _Found) -> bool:
+        """A put through a reservation was refused if its key was taken, as the log believes it was.
+        The nodes of that object say whether it was there still; False: they have yet to."""
+        state, name = self.state, found.name
+        if self.segment.state == GONE:
+            return True
+        tenant = state.tenants.find(name.tenant)
+        former = None if tenant is None else tenant.complete.get(name.key)
+        if (
+            former is not None
+            and state.table.generation[former] < found.generation
+            and not self._surely_there(former)
+        ):
+            return False
+        state.unrecorded.contested.remove((self.segment, found))
+        if not self._adopt(found):
+            self._let_go(self.segment, found)
+        self.end()
         return True
 
     def _install(self, tenant: Tenant, found: _Found) -> None:

@@ -112,8 +112,13 @@ def raise_term(state: CatalogState, term: int) -> bytes:
 def refresh(state: CatalogState, work: Work, now_ms: int) -> None:
     """Does anybody still owe what no record tells? When nobody does, graves are closed."""
     unrecorded = state.unrecorded
-    unrecorded.open = now_ms < unrecorded.foreign_until_ms or any(
-        not each.recorded and each.state != GONE for each in state.members
+    for segment, found in list(unrecorded.contested):
+        Page(state, work, segment, now_ms).settle(found)
+    unrecorded.contested = [each for each in unrecorded.contested if each[0].state != GONE]
+    unrecorded.open = (
+        now_ms < unrecorded.foreign_until_ms
+        or bool(unrecorded.contested)
+        or any(not each.recorded and each.state != GONE for each in state.members)
     )
     if not unrecorded.open:
         for group in unrecorded.gathered.values():
@@ -136,6 +141,9 @@ def refresh(state: CatalogState, work: Work, now_ms: int) -> None:
 def give_up(state: CatalogState, work: Work, now_ms: int) -> None:
     """Too much has ended while somebody owes: what they have not told is not waited for."""
     state.unrecorded.foreign_until_ms = 0
+    for segment, found in state.unrecorded.contested:
+        release(state, segment, found, now_ms)
+    state.unrecorded.contested.clear()
     for segment in state.members:
         if not segment.recorded:
             _mark_recorded(state, work, segment)
@@ -265,8 +273,9 @@ def inventory(state: CatalogState, command: Inventory, now_ms: int) -> Applied:
 def _mark_recorded(state: CatalogState, work: Work, segment: Segment) -> None:
     segment.recorded = True
     segment.owed = ()
-    waiting = (each for group in state.unrecorded.gathered.values() for each in group.values())
-    if not any(each is segment for found in waiting for each, _ in found):
+    unrecorded = state.unrecorded
+    groups = chain.from_iterable(each.values() for each in unrecorded.gathered.values())
+    if not any(each is segment for found in (unrecorded.contested, *groups) for each, _ in found):
         _note_recorded(state, work, segment)
 
 

@@ -93,8 +93,8 @@ class Unrecorded:
     on generations are this master's own."""
 
     __slots__ = (
-        "_graves", "_sweeps", "durable_puts", "first_generation", "foreign_until_ms", "gathered",
-        "horizon", "lost_segments", "open", "voids",
+        "_graves", "_sweeps", "contested", "durable_puts", "first_generation",
+        "foreign_until_ms", "gathered", "horizon", "lost_segments", "open", "voids",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -108,6 +108,8 @@ class Unrecorded:
         self.open = False
         # Of groups that are not whole yet: by key, what recovery.py found of it.
         self.gathered: dict[tuple[str, int], dict[bytes, list[Any]]] = {}
+        # (segment, what was found): puts through reservations whose key the log believes taken.
+        self.contested: list[tuple[Any, Any]] = []
         self._graves: dict[tuple[str, bytes], int] = {}  # generations below have ended
         self._sweeps: list[tuple[str, bytes, bytes, int]] = []  # tenant, prefix, pattern, below
 
@@ -198,6 +200,7 @@ class Unrecorded:
         """Nobody owes anything any more."""
         self.open = False
         self.gathered.clear()
+        self.contested.clear()
         self._graves.clear()
         self._sweeps.clear()
 

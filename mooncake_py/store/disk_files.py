@@ -35,7 +35,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_py._native import memory
-from mooncake_py.errors import ChecksumMismatch, LeaseExpired, OutOfSpace, UsageError
+from mooncake_py.errors import (
+    ChecksumMismatch,
+    InternalError,
+    LeaseExpired,
+    OutOfSpace,
+    UsageError,
+)
 from mooncake_py.model import disk_bytes
 from mooncake_py.store.disk_index import DiskIndex, DiskObject
 
@@ -316,11 +322,11 @@ class DiskFiles:
         return np.array([each.generation for each in found], dtype="<u8")
 
     def former(self) -> tuple[str, int]:
-        """Cluster and term in which the disk was mounted last. Raises DiskFailed."""
+        """Cluster and term in which the disk was mounted last. Raises InternalError."""
         try:
             return self._index.former()
         except sqlite3.Error as error:
-            raise _translated_sqlite(error) from error
+            raise _unreadable(error) from error
 
     def remember(self, cluster_id: str, term: int) -> None:
         """It is mounted there now. Raises OutOfSpace, DiskFailed."""
@@ -331,11 +337,11 @@ class DiskFiles:
             raise _translated_sqlite(error) from error
 
     def told(self, after: int, limit: int) -> list[tuple[int, int, bytes, bytes]]:
-        """See `DiskIndex.told`. Raises DiskFailed."""
+        """See `DiskIndex.told`. Raises InternalError."""
         try:
             return self._index.told(after, limit)
         except sqlite3.Error as error:
-            raise _translated_sqlite(error) from error
+            raise _unreadable(error) from error
 
     def read(self, found: DiskObject, into: memoryview) -> None:
         """All bytes of the object, compared with its checksum.
@@ -414,6 +420,13 @@ def _generation_of(name: str) -> int:
         return int(name, 16) if len(name) == 16 else -1
     except ValueError:
         return -1
+
+
+def _unreadable(error: sqlite3.Error) -> InternalError:
+    return InternalError(
+        f"the index of the disk tier cannot be read: {error}",
+        remedy="look at the disk that holds --disk; the node tries again",
+    )
 
 
 def _translated(error: OSError) -> Exception:

@@ -67,7 +67,7 @@ class DiskTeller:
         self._after = self._told = self._ended = 0
 
     def step(self) -> bool:
-        """Tell one page, if one is to be told. Raises MooncakeError, OSError: try again."""
+        """Tell one page, if one is to be told. Raises MooncakeError: try again."""
         if self._ranges is None:
             return False
         objects = self._files.told(self._after, PAGE)

@@ -88,6 +88,7 @@ def test_f40_f16_a_killed_node_comes_back_with_its_objects(
             assert client.exists(keys[-20:]) == [False] * 20
             after = status(cluster).segments[0]
             assert after.segment_id == before.segment_id
+            assert after.nbytes == before.nbytes
             assert after.incarnation != before.incarnation
             client.put("new", b"after")
             assert client.get("new") == b"after"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
@@ -108,11 +109,12 @@ class _Books:
 
     def add_gathered(self) -> None:
         """Parts that wait for the others to be told of have their place already."""
-        for group in self.state.unrecorded.gathered.values():
-            for segment, found in (each for replicas in group.values() for each in replicas):
-                if found.claimed and segment in list(self.state.members):
-                    self.claims[segment.index].append((found.start, found.units, "gathered"))
-                    self.used[segment.index] += found.units
+        unrecorded = self.state.unrecorded
+        found_in = [found for group in unrecorded.gathered.values() for found in group.values()]
+        for segment, found in chain.from_iterable([unrecorded.contested, *found_in]):
+            if found.claimed and segment in list(self.state.members):
+                self.claims[segment.index].append((found.start, found.units, "gathered"))
+                self.used[segment.index] += segment.charge(found.units)
 
     def add_promotions(self) -> None:
         for segment in self.state.members.disks.values():

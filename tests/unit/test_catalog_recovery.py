@@ -7,7 +7,7 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from catalog_model import check_invariants
+from catalog_model import check_invariants, grant_rows
 from catalog_nodes import SETTINGS, Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ from mooncake_py.master.commands import (
     Remove,
     Unmount,
 )
-from mooncake_py.model import EXTENT_ROW, MEMBERS_SHIFT, PLACEMENT_ROW
+from mooncake_py.model import EXTENT_ROW, MEMBERS_SHIFT, PLACEMENT_ROW, RESERVED_ROW
 
 
 def test_f11_puts_whose_records_were_lost_are_adopted() -> None:
@@ -354,6 +354,40 @@ def grouped(cluster: Cluster, keys: list[bytes]) -> None:
     if not b.sealed:  # placement may have chosen one node: move one over
         offset, extent = a.sealed.popitem()
         b.sealed[offset], b.group_size = extent, 4
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_f11_a_put_without_a_key_counts_if_what_its_key_named_is_there_no_more(
+    first: str, is_there: bool
+) -> None:
+    """The log believes the key taken. It was when the put came, so that was refused; or it was not,
+    the records of both are lost, and the put was acknowledged. The former's node knows."""
+    cluster = Cluster("a", "b")
+    driver = cluster.driver
+    former = cluster.put(b"k", preferred_nodes=("a",))
+    kept = len(driver.log)
+    a, b = cluster.nodes["a"], cluster.nodes["b"]
+    granted = driver.start([b"x"], 1000, preferred_nodes=("b",))
+    offset = next(row[2] for row in grant_rows(granted))
+    b.group_size = 0
+    b.sealed[offset] = (1000, granted.generations[0], Name("t", b"k"), RESERVED_ROW)
+    if not is_there:
+        a.sealed.clear()
+    cluster.crash(len(driver.log) - kept, nodes=False)
+    order = (a, b) if first == "a" else (b, a)
+    for node in order:
+        node.recover(driver, node.mount(driver))
+        check_invariants(driver.catalog)
+    driver.pass_time(SETTINGS.tick_ms)
+    assert cluster.keys() == [b"k"]
+    generation = former if is_there else granted.generations[0]
+    slot = driver.catalog.state.tenants.find("t").complete[b"k"]  # type: ignore[union-attr]
+    assert driver.catalog.state.table.generation[slot] == generation
+    assert not driver.catalog.state.unrecorded.open
+    cluster.crash(0)
+    assert cluster.keys() == [b"k"]
+    assert bool(b.sealed) is not is_there, "what does not count is unsealed"
 
 
 @pytest.mark.parametrize("wiped", [False, True])
