@@ -2,7 +2,8 @@
 
     engine_worker.py KIND serve            prints {"address", "base", ...}; ends with its input
     engine_worker.py KIND call PEER_JSON   then a JSON case a line: {"op", "nbytes", "count",
-                                           "threads", "seconds"}; answers {"p50_us", "bytes_per_s"}
+                                           "threads", "seconds"}; answers {"p50_us", "bytes_per_s",
+                                           "moved"}, or {"failed"}
 
 KIND is shm, tcp (ours), memcpy, socket (the limits), upstream, or nixl. Only ours needs
 `mooncake_py`; the file imports nothing else of this tree, so that any interpreter runs it.
@@ -26,15 +27,16 @@ THREADS_MAX = 4
 PLACE_BYTES = 64 << 20  # of each thread, on both sides
 BUFFER_BYTES = THREADS_MAX * PLACE_BYTES
 HOST = "127.0.0.1"
-CALL_MS = 30_000
+CALL_MS = 60_000
 Call = Callable[[], object]
 
 
 def ranges(nbytes: int, count: int, thread: int) -> list[int]:
-    """Offsets of a batch: spread over the thread's place, so that neither side is cached."""
+    """Offsets of a batch: spread over the thread's place, so that neither side is cached. A batch
+    that is larger than the place goes over it again."""
     start = thread * PLACE_BYTES
     step = max(nbytes, PLACE_BYTES // count)
-    return [start + i * step for i in range(count)]
+    return [start + i * step % PLACE_BYTES for i in range(count)]
 
 
 class Buffer:
@@ -133,19 +135,21 @@ class Socket:
     def call(self, op: str, nbytes: int, count: int, thread: int) -> Call:
         sock = socket.create_connection(self.address)
         tune(sock)
-        total, reading = nbytes * count, op == "read"
+        total, reading = min(nbytes * count, PLACE_BYTES), op == "read"
+        passes = nbytes * count // total
         start = thread * PLACE_BYTES
         view = memoryview(self.buffer.map)[start : start + total]
         head = total.to_bytes(8, "little") + bytes([reading]) + bytes(7)
         word = memoryview(bytearray(4))
 
         def move() -> None:
-            sock.sendall(head)
-            if reading:
-                take(sock, view)
-            else:
-                sock.sendall(view)
-                take(sock, word)
+            for _ in range(passes):
+                sock.sendall(head)
+                if reading:
+                    take(sock, view)
+                else:
+                    sock.sendall(view)
+                    take(sock, word)
 
         return move
 
@@ -250,25 +254,37 @@ def measure(engine: Any, case: dict[str, Any]) -> dict[str, float]:
     """Each thread calls until the time is over; medians over all calls, the first ones left out."""
     times: list[list[int]] = [[] for _ in range(case["threads"])]
     begin = threading.Barrier(case["threads"])
+    failures: list[BaseException] = []
+    is_large = case["nbytes"] * case["count"] > PLACE_BYTES  # seconds each, on slow engines
+    warming, least = (0, 1) if is_large else (3, 5)
 
     def work(number: int) -> None:
         call = engine.call(case["op"], case["nbytes"], case["count"], number)
-        for _ in range(3):
+        for _ in range(warming):
             call()
         begin.wait()
         end = time.perf_counter_ns() + int(case["seconds"] * 1e9)
         now = time.perf_counter_ns()
-        while now < end or len(times[number]) < 5:
+        while now < end or len(times[number]) < least:
             before = now
             call()
             now = time.perf_counter_ns()
             times[number].append(now - before)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(case["threads"])]
+    def work_or_tell(number: int) -> None:
+        try:
+            work(number)
+        except Exception as error:  # whatever an engine raises
+            failures.append(error)
+            begin.abort()
+
+    threads = [threading.Thread(target=work_or_tell, args=(n,)) for n in range(case["threads"])]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if failures:
+        raise failures[0]
     calls = [duration for one in times for duration in one]
     wall_s = max(sum(one) for one in times) / 1e9
     moved = len(calls) * case["nbytes"] * case["count"]
@@ -290,7 +306,10 @@ def main() -> None:
     engine.connect(json.loads(sys.argv[3]))
     say({"ready": True})
     for line in sys.stdin:
-        say(measure(engine, json.loads(line)))
+        try:
+            say(measure(engine, json.loads(line)))
+        except Exception as error:  # as above
+            say({"failed": repr(error)[:200]})
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import engine, fairness, metadata
+from benchmarks import engine, engine_cells, fairness, metadata
 from benchmarks.clients import Crowd
 from benchmarks.plan import (
     CACHES,
@@ -142,18 +143,68 @@ def test_a_failure_is_told_and_leaves_no_figures() -> None:
     assert "p50_us" not in row
 
 
-def test_engines_are_measured_against_the_limits(tmp_path: Path) -> None:
+def test_engines_are_measured_against_the_limits_and_what_was_cut_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    run("benchmarks.engine", "--seconds", "0.01", "--out", str(out), "--largest-mib", "1")
+    kinds = {"memcpy", "socket", "shm", "tcp"}
+    before = engine_cells.Figures(out, resume=False)
+    first = engine.cases(0.01, full=False, largest_mib=1)[0]
+    for kind in kinds:
+        one = {"p50_us": 12_345.0, "bytes_per_s": 1.0, "cpu_s": 1.0, "moved": 1.0}
+        before.add(first, kind, one)
+    given = ("--seconds", "0.01", "--out", str(out), "--largest-mib", "1", "--resume")
+    run("benchmarks.engine", *given)
     rows = json.loads(out.read_text())
+    assert rows[0] == before.rows[0], "what was there is not measured again"
     assert {row["threads"] for row in rows} == {1, 4}
     for row in rows:
-        assert set(row["found"]) == {"memcpy", "socket", "shm", "tcp"}
+        assert set(row["found"]) == kinds
         assert all(one["p50_us"] > 0 and one["cpu_s_per_gb"] >= 0 for one in row["found"].values())
 
 
+def test_no_round_begins_when_the_minutes_are_over(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    before = engine_cells.Figures(out, resume=False)
+    case = engine.cases(0.01, full=True, largest_mib=64)[-1]
+    one = {"p50_us": 5.0, "bytes_per_s": 1.0, "cpu_s": 1.0, "moved": 1.0}
+    before.add(case, "tcp", one)
+    run("benchmarks.engine", "--full", "--minutes", "0", "--out", str(out), "--resume")
+    assert [row["found"].keys() for row in json.loads(out.read_text())] == [{"tcp"}]
+
+
+def test_an_engine_that_fails_or_hangs_costs_only_its_own_round(tmp_path: Path) -> None:
+    case: dict[str, Any] = {
+        "op": "read", "nbytes": 4096, "count": 1, "threads": 1, "seconds": 0.001,
+    }  # fmt: skip
+    figures = engine_cells.Figures(tmp_path / "found.json", resume=False)
+    broken = engine_cells.Contender("upstream", sys.executable)  # which has no such module
+    with pytest.raises(engine_cells.Failed, match="upstream: it ended"):
+        broken.run(case)
+    figures.fail(case, "upstream", "it ended")
+    limit = engine_cells.Contender("memcpy", sys.executable)
+    try:
+        figures.add(case, "memcpy", limit.run(case))
+    finally:
+        limit.close()
+    kinds = ["upstream", "memcpy"]
+    assert list(engine_cells.turns([case], kinds, figures, 1)) == []
+    assert [kind for _, kind in engine_cells.turns([case], kinds, figures, 2)] == kinds
+    (row,) = json.loads((tmp_path / "found.json").read_text())
+    assert (list(row["found"]), row["failed"]) == (["memcpy"], {"upstream": ["it ended"]})
+    assert engine.judged(case, row["found"]) == [], "what failed has no bar"
+
+
+def test_the_best_round_counts_and_the_mean_of_the_cpu_time() -> None:
+    case: dict[str, Any] = {"op": "read", "nbytes": 4096, "count": 1, "threads": 1}
+    figures = engine_cells.Figures(None, resume=False)
+    for p50_us, rate, cpu_s in ((9.0, 1.0, 0.5), (5.0, 3.0, 0.1)):
+        one = {"p50_us": p50_us, "bytes_per_s": rate, "cpu_s": cpu_s, "moved": 1e9}
+        figures.add(case, "tcp", one)
+    found = figures.row(case)["found"]["tcp"]
+    assert found == {"p50_us": 5.0, "bytes_per_s": 3.0, "cpu_s_per_gb": pytest.approx(0.3)}
+
+
 def test_bars_of_engines_say_what_was_missed() -> None:
-    def found(shm: float, tcp: float) -> engine.Found:
+    def found(shm: float, tcp: float) -> engine_cells.Found:
         speeds = {"memcpy": 10.0, "socket": 5.0, "shm": shm, "tcp": tcp, "upstream": 1.0}
         return {k: {"bytes_per_s": v, "p50_us": 100 / v} for k, v in speeds.items()}
 
