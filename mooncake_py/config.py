@@ -99,6 +99,9 @@ class NodeSettings:
     transports: str = "local,shm,tcp"  # that peers may use, comma-separated
     health_listen: str = "auto"  # of the health service; auto: any port of the same host; off: none
     domain: str = ""  # label of what fails together, such as a rack; replicas go to distinct ones
+    numa_node: str = (
+        "auto"  # domain of memory and threads: auto (the network card's), off, a number
+    )
     drain_ms: int = 10_000  # after SIGTERM: how long other nodes may copy what is here; 0: not
     pull_threads: int = 4  # pull requests served at once; a long copy occupies one
     disk: str = ""  # folder of the disk tier; "": there is none
@@ -133,6 +136,8 @@ class NodeSettings:
             )
         if not 1 <= self.pull_threads <= PULL_THREADS_MAX:
             raise UsageError(f"pull_threads is 1 to {PULL_THREADS_MAX}", got=self.pull_threads)
+        if self.numa_node not in ("auto", "off") and not self.numa_node.isdecimal():
+            raise UsageError("numa_node is auto, off or the number of one", got=self.numa_node)
         names = {name.partition(":")[0] for name in self.transport_names()}
         if not names & {"shm", "rdma", "tcp"} or names - {"local", "shm", "rdma", "tcp"}:
             raise UsageError("transports are of local, shm, rdma and tcp", got=self.transports)

@@ -36,6 +36,7 @@ SWITCH_SECONDS = 0.0005  # threads hand over the interpreter this soon: pulls be
 @click.option("--disk-size", "disk_size_bytes", metavar="SIZE", help="What it may take. [10GiB]")
 @click.option("--name", metavar="NAME", help="Unique in the cluster. [host name and port]")
 @click.option("--domain", metavar="LABEL", help="Of what fails together, such as a rack.")
+@click.option("--numa-node", metavar="NUMBER", help="Of memory and threads; auto, off. [auto]")
 @click.option(
     "--drain-ms", metavar="TIME", help="After SIGTERM: for moving objects elsewhere. [10000]"
 )
@@ -74,6 +75,7 @@ def _check_disk(settings: NodeSettings, origins: list[Origin]) -> None:
 
 def _serve(settings: NodeSettings, origins: list[Origin]) -> None:
     config.silence_grpc_core()
+    from mooncake_py.store import memory_domain  # noqa: PLC0415
     from mooncake_py.store.node_process import Node  # noqa: PLC0415  (loads gRPC's core)
     from mooncake_py.transfer.advertised import warn_of_unknown_host  # noqa: PLC0415
 
@@ -82,6 +84,8 @@ def _serve(settings: NodeSettings, origins: list[Origin]) -> None:
     chosen = [str(origin) for origin in origins if origin.source != "default"]
     log.info("settings %s", " ".join(chosen) or "all default")
     warn_of_unknown_host(settings.advertise)
+    names, nbytes = settings.transport_names(), settings.segment_bytes
+    memory_domain.bind(settings.numa_node, names, nbytes)
     node: Node | None = None
     try:
         node = Node(settings)
