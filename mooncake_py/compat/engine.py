@@ -24,6 +24,7 @@ from mooncake_py import errors
 from mooncake_py.compat.guard import guarded, nothing
 from mooncake_py.compat.lifecycle import host_and_port, transports_of
 from mooncake_py.compat.peers import (
+    ITS_OWN_MS,
     ROW,
     Remote,
     TransferNotify,
@@ -32,6 +33,7 @@ from mooncake_py.compat.peers import (
     notify_of,
     parts_of,
     rows_of,
+    time_for,
 )
 from mooncake_py.config import join_address, split_address, upstream_variable
 from mooncake_py.errors import MooncakeError, UsageError
@@ -319,10 +321,7 @@ class TransferEngine:
 
     def get_notifies(self) -> list[TransferNotify]:
         """What peers have notified since the last call, in order."""
-        found = []
-        while self._notifies:
-            found.append(self._notifies.popleft())
-        return found
+        return [self._notifies.popleft() for _ in range(len(self._notifies))]
 
     def _sync(
         self,
@@ -370,7 +369,8 @@ class TransferEngine:
         slices["op"], slices["local"], slices["length"] = op, local, lengths
         slices["region"] = [region for region, _ in places]
         slices["remote_offset"] = [offset for _, offset in places]
-        return engine.submit(there.peer, slices, timeout_ms=self._timeout_ms)
+        timeout_ms = time_for(lengths, self._timeout_ms)
+        return engine.submit(there.peer, slices, timeout_ms=timeout_ms)
 
     # --- transfers that do not ---
 
@@ -446,10 +446,7 @@ class TransferEngine:
         """Wait for all of them: 0, or -1 when one has failed."""
         with self._lock:
             batches = [self._batches.pop(each, None) for each in batch_ids]
-        found = [
-            FAILED if batch is None else self._outcome(batch, self._timeout_ms + 1_000)
-            for batch in batches
-        ]
+        found = [FAILED if batch is None else self._outcome(batch, ITS_OWN_MS) for batch in batches]
         return OK if all(status == DONE for status in found) else FAILED
 
     @staticmethod

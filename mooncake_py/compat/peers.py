@@ -21,6 +21,7 @@ ROW = np.dtype([("address", "<u8"), ("nbytes", "<u8"), ("region", "<u4"), ("rese
 
 
 PART_BYTES = 1 << 30
+ITS_OWN_MS = 86_400_000  # to wait for what ends by itself, by a deadline of its own
 
 
 class TransferOpcode(IntEnum):
@@ -48,6 +49,11 @@ def notify_of(payload: bytes) -> TransferNotify | None:
 def rows_of(regions: Sequence[tuple[int, int, int]]) -> bytes:
     """(address, bytes, region) of what is offered, as peers are told it."""
     return np.array(sorted((*each, 0) for each in regions), dtype=ROW).tobytes()
+
+
+def time_for(lengths: Any, timeout_ms: int) -> int:
+    """For a transfer that nobody waits for part by part: the whole time for each part of it."""
+    return timeout_ms * max(1, -(-sum(map(int, lengths)) // PART_BYTES))
 
 
 def parts_of(local: Any, remote: Any, lengths: Any) -> Iterator[tuple[Any, Any, Any]]:

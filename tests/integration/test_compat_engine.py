@@ -237,3 +237,27 @@ def test_a48_a_call_that_takes_longer_than_its_timeout_goes_on_while_bytes_move(
         assert peer.look(start, 100) == local[start : start + 100].tobytes()
     broken = [*targets[:-1], 4096]
     assert engine.batch_transfer_sync_write(peer.session, sources, broken, lengths) == -1
+
+
+def test_a48_an_asynchronous_call_has_the_whole_time_for_each_part(
+    engine: TransferEngine, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "PART_BYTES", 100_000)
+    local = np.random.default_rng(6).integers(0, 256, 1 << 20, np.uint8)
+    at = local.ctypes.data
+    assert engine.register_memory(at, local.nbytes) == 0
+    live = engine._live()
+    given: list[int] = []
+    submit = live.submit
+
+    def seen(*arguments: Any, timeout_ms: int) -> Any:
+        given.append(timeout_ms)
+        return submit(*arguments, timeout_ms=timeout_ms)
+
+    monkeypatch.setattr(live, "submit", seen)
+    monkeypatch.setattr(engine, "_timeout_ms", 1_000)
+    for length in (50_000, 1 << 20):
+        number = engine.batch_transfer_async_write(peer.session, [at], [peer.address], [length])
+        assert engine.get_batch_transfer_status([number]) == 0
+        assert peer.look(length - 100, 100) == local[length - 100 : length].tobytes()
+    assert given == [1_000, 11_000]
