@@ -26,10 +26,12 @@ MEMBERS_MAX = 1_024  # of a group by name: they end in one step
 
 @dataclass(slots=True)
 class Group:
+    """There may be one a page: what most have not is no set of their own."""
+
     tenant: Tenant
-    open: set[bytes] = field(default_factory=set)  # keys in writing
     slots: set[int] = field(default_factory=set)  # of complete members
-    followers: set[int] = field(default_factory=set)  # of these, those whose end ends nobody else
+    open: set[bytes] | None = None  # keys in writing
+    followers: set[int] | None = None  # of the complete ones, those whose end ends nobody else
 
 
 class Groups:
@@ -44,17 +46,20 @@ class Groups:
         writing = put.tenant.writing
         for index, (key, name) in enumerate(zip(put.keys, put.groups, strict=True)):
             if name and not is_named(name) and writing.get(key) == (put, index):
-                self._obtain(name, put.tenant).open.add(key)
+                group = self._obtain(name, put.tenant)
+                if group.open is None:
+                    group.open = set()
+                group.open.add(key)
 
     def join(self, name: int, tenant: Tenant, key: bytes, slot: int) -> bool:
         """A complete member; or not, as far as groups by name go."""
         group = self._obtain(name & ~FOLLOWS, tenant)
         if is_named(name) and (group.tenant is not tenant or len(group.slots) >= MEMBERS_MAX):
             return False
-        group.open.discard(key)
+        _leave(group, key)
         group.slots.add(slot)
         if name & FOLLOWS:
-            group.followers.add(slot)
+            group.followers = {slot, *(group.followers or ())}
         return True
 
     def leave(self, name: int, key: bytes, slot: int) -> None:
@@ -63,9 +68,10 @@ class Groups:
         if group is None:
             return
         group.slots.discard(slot)
-        group.followers.discard(slot)
+        if group.followers is not None:
+            group.followers.discard(slot)
         if slot < 0:
-            group.open.discard(key)
+            _leave(group, key)
         if not group.open and not group.slots:
             del self._groups[name & ~FOLLOWS]
 
@@ -89,7 +95,7 @@ class Groups:
     def leaders(self, name: int) -> set[int]:
         """Slots of those whose end ends all others."""
         group = self._groups[name & ~FOLLOWS]
-        return group.slots - group.followers
+        return group.slots - (group.followers or set())
 
     def dissolve(self, name: int) -> tuple[list[int], list[Grant]]:
         """A member has ended: what is left to end. Nothing when this is known already, or when it
@@ -98,10 +104,17 @@ class Groups:
         if group is None:
             return [], []
         writing = group.tenant.writing
-        grants = [writing[key] for key in sorted(group.open) if key in writing]
+        grants = [writing[key] for key in sorted(group.open or ()) if key in writing]
         return sorted(group.slots), [
             (put, index) for put, index in grants if put.groups and put.groups[index] == name
         ]
+
+
+def _leave(group: Group, key: bytes) -> None:
+    """The key is not in writing any more."""
+    if group.open is not None:
+        group.open.discard(key)
+        group.open = group.open or None
 
 
 def is_named(name: int) -> bool:

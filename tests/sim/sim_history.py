@@ -169,7 +169,7 @@ class History:
         table = catalog.state.table
         for name, group in catalog.state.groups._groups.items():
             there = {table.generation[slot] for slot in group.slots}
-            grants = (group.tenant.writing[key] for key in group.open)
+            grants = (group.tenant.writing[key] for key in group.open or ())
             there |= {put.first + index for put, index in grants}
             assert self.groups.get(name, set()) <= there, f"a member of group {name} is missing"
 

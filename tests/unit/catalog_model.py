@@ -154,8 +154,8 @@ class _Books:
             assert group.open or group.slots, "an empty group"
             for slot in group.slots:
                 assert state.table.groups[slot] & ~FOLLOWS == name
-                assert (slot in group.followers) == bool(state.table.groups[slot] & FOLLOWS)
-            for key in group.open:
+                assert (slot in (group.followers or ())) == bool(state.table.groups[slot] & FOLLOWS)
+            for key in group.open or ():
                 put, index = group.tenant.writing[key]
                 assert put.groups[index] == name
         assert len(state.table.groups) == sum(

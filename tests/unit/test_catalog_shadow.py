@@ -81,7 +81,7 @@ def picture(state: CatalogState, now_ms: int) -> dict[str, Any]:
         },
         "pinned": state.hard_pinned_units,
         "groups": {
-            name: (sorted(group.open), sorted(table.key[slot] or b"" for slot in group.slots))
+            name: (sorted(group.open or ()), sorted(table.key[slot] or b"" for slot in group.slots))
             for name, group in state.groups._groups.items()
         },
         "open": state.open_grants,
