@@ -25,8 +25,9 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[StoreClient]:
+    """Patient: what a machine that is busy with other things takes is not what is looked at."""
     options = ClusterOptions(node_count=2, segment_bytes=256 * MIB)
-    with Cluster(options) as cluster, StoreClient(cluster.address) as client:
+    with Cluster(options) as cluster, StoreClient(cluster.address, timeout_ms=120_000) as client:
         yield client
 
 
