@@ -5,7 +5,12 @@ As a program it is a decode side that is told what to do:
     python sglang_pd.py BOOTSTRAP_ADDRESS
 
 It answers a line a command: `receive ROOM PAGE...` waits for these pages and answers how that ended
-and their digest; `accept ROOM PAGE...` only announces where they are to go.
+and their digest; `accept ROOM PAGE...` only announces where they are to go; `turn ADDRESS` goes to
+another prefill side. Such a one is
+
+    python sglang_pd.py prefill PORT
+
+A line `ROOM COUNT PAGE...` has it send these pages of COUNT, and answer their digest.
 """
 
 from __future__ import annotations
@@ -125,11 +130,37 @@ def outcome(side: Any, wanted: tuple[Any, ...] = (), timeout_s: float = PATIENCE
 
 
 def main() -> None:
-    address = sys.argv[1]
+    if sys.argv[1] == "prefill":
+        _prefill(int(sys.argv[2]))
+    else:
+        _decode(sys.argv[1])
+
+
+def _prefill(port: int) -> None:
+    server = conn.MooncakeKVBootstrapServer("127.0.0.1", port)
+    side = Side("prefill", port)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        room, count, *given = (int(each) for each in line.split())
+        side.fill(given, seed=room)
+        side.aux[room % 8] = room
+        sender = side.sender(f"127.0.0.1:{port}", room, count, room % 8)
+        assert outcome(sender, (KVPoll.WaitingForInput,)) == KVPoll.WaitingForInput
+        sender.send(np.array(given, dtype=np.int32))
+        if len(given) == count:
+            assert outcome(sender) == KVPoll.Success
+        print("end", side.digest(given, room % 8), flush=True)
+    server.close()
+
+
+def _decode(address: str) -> None:
     side = Side("decode", int(address.rsplit(":", 1)[1]))
     print("ready", flush=True)
     for line in sys.stdin:
         command, room, *given = line.split()
+        if command == "turn":  # to another prefill side
+            address = room
+            continue
         pages = [int(each) for each in given]
         aux = int(room) % 8
         made = side.receiver(address, int(room), pages, aux)

@@ -21,6 +21,7 @@ import torch
 from daemons import wait_until
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.distributed.l2_adapters import mooncake_store_l2_adapter
 from lmcache.v1.distributed.transfer_channel.api import TransferChannelAddress
 from lmcache.v1.lookup_client.mooncake_lookup_client import MooncakeLookupClient
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
@@ -278,3 +279,13 @@ def test_f68_a_channels_peer_that_dies_is_an_error_in_seconds(
         assert time.monotonic() - start < 10
     finally:
         here.close()
+
+
+def test_f68_the_adapter_of_the_multi_process_mode_says_what_it_lacks() -> None:
+    """It stands on an extension compiled against upstream's C++ library. LMCache's wheel has none,
+    and nothing of ours pretends to be one."""
+    kind = "mooncake_store"
+    given = {"type": kind, "num_workers": 1, "local_hostname": "127.0.0.1", "protocol": "tcp"}
+    config = mooncake_store_l2_adapter.MooncakeStoreL2AdapterConfig.from_dict(given)
+    with pytest.raises(RuntimeError, match="requires the C\\+\\+ Mooncake extension"):
+        mooncake_store_l2_adapter._create_mooncake_store_l2_adapter(config)

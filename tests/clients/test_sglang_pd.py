@@ -16,14 +16,12 @@ import pytest
 import sglang_pd as pd
 
 HERE = Path(__file__).parent
-Decode = subprocess.Popen[str]
+Child = subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
 def prefill() -> Iterator[tuple[pd.Side, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_ENABLE_FAILED_SESSION_PROBE", "1")
         server = pd.conn.MooncakeKVBootstrapServer("127.0.0.1", port)
@@ -32,38 +30,50 @@ def prefill() -> Iterator[tuple[pd.Side, str]]:
         server.close()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture
-def decode(prefill: tuple[pd.Side, str]) -> Iterator[Decode]:
+def decode(prefill: tuple[pd.Side, str]) -> Iterator[Child]:
     child = start(prefill[1])
     yield child
     child.kill()
     child.communicate()
 
 
-def start(address: str) -> Decode:
-    paths = f"{HERE.parents[1]}:{HERE.parents[1] / 'compat'}:{HERE}"
-    child = subprocess.Popen(
-        [sys.executable, str(HERE / "sglang_pd.py"), address], text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths},
-    )  # fmt: skip
+def start(address: str) -> Child:
+    child = launch(address)
     assert answer(child, "ready") == ""
     return child
 
 
-def answer(child: Decode, word: str = "end") -> str:
+def launch(*arguments: str, **more: str) -> Child:
+    """It says `ready` when it is."""
+    paths = f"{HERE.parents[1]}:{HERE.parents[1] / 'compat'}:{HERE}"
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "sglang_pd.py"), *arguments], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths, **more},
+    )  # fmt: skip
+
+
+def answer(child: Child, word: str = "end") -> str:
     assert child.stdout is not None
     while not (line := child.stdout.readline()).startswith(word):
         assert line, "the decode side ended"
     return line[len(word) :].strip()
 
 
-def tell(child: Decode, command: str, room: int, pages: list[int]) -> None:
+def tell(child: Child, command: str, room: int, pages: list[int]) -> None:
     assert child.stdin is not None
     print(command, room, *pages, file=child.stdin, flush=True)
 
 
 def hand_over(
-    prefill: tuple[pd.Side, str], decode: Decode, room: int, chunks: list[list[int]]
+    prefill: tuple[pd.Side, str], decode: Child, room: int, chunks: list[list[int]]
 ) -> None:
     """Send these pages, a chunk at a time, and compare what arrived in other places."""
     side, address = prefill
@@ -84,7 +94,7 @@ def hand_over(
 
 
 def test_f68_f26_pages_arrive_where_the_decode_side_wants_them(
-    prefill: tuple[pd.Side, str], decode: Decode
+    prefill: tuple[pd.Side, str], decode: Child
 ) -> None:
     """In order, scattered, and in chunks as a chunked prefill sends them."""
     assert type(prefill[0].manager.engine.engine).__module__ == "mooncake_py.compat.engine"
@@ -94,7 +104,7 @@ def test_f68_f26_pages_arrive_where_the_decode_side_wants_them(
 
 
 def test_f68_a53_a_decode_side_that_dies_fails_its_requests_and_no_others(
-    prefill: tuple[pd.Side, str], decode: Decode
+    prefill: tuple[pd.Side, str], decode: Child
 ) -> None:
     """The write to it ends in seconds; SGLang then refuses the session at once. A decode side that
     comes later is served as ever."""
@@ -130,7 +140,7 @@ def test_f68_a53_a_decode_side_that_dies_fails_its_requests_and_no_others(
 
 
 def test_f68_a53_a_decode_side_that_dies_in_the_middle(
-    prefill: tuple[pd.Side, str], decode: Decode
+    prefill: tuple[pd.Side, str], decode: Child
 ) -> None:
     """Some chunks have arrived, the rest cannot: the sender hears of it and its pages are free."""
     side, address = prefill
@@ -155,7 +165,7 @@ def test_f68_a53_a_decode_side_that_dies_in_the_middle(
 
 
 def test_f68_a_stopped_decode_side_is_taken_up_again_once_it_answers_a_probe(
-    prefill: tuple[pd.Side, str], decode: Decode
+    prefill: tuple[pd.Side, str], decode: Child
 ) -> None:
     """`send_probe`, which SGLang asks in a loop about sessions that it has given up."""
     side, _ = prefill
@@ -173,3 +183,41 @@ def test_f68_a_stopped_decode_side_is_taken_up_again_once_it_answers_a_probe(
     while engine.send_probe(session) != 0:
         assert time.monotonic() < end
     hand_over(prefill, decode, 42, [[4, 5, 6]])
+
+
+def say(child: Child, *words: object) -> None:
+    assert child.stdin is not None
+    print(*words, file=child.stdin, flush=True)
+
+
+@pytest.mark.timeout(240)  # two more processes with all of SGLang in them
+def test_f68_a53_a_prefill_side_that_dies_fails_the_request_of_the_decode_side(
+    prefill: tuple[pd.Side, str],
+) -> None:
+    """With half of the pages sent. SGLang's heartbeats find out, within their interval and so many
+    failures as it is told; the decode side goes on with another prefill side."""
+    port = free_port()
+    quick = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2"}  # seconds; with two failures
+    children = [launch("prefill", str(port)), launch(f"127.0.0.1:{port}", **quick)]
+    first, decode = children
+    pages = list(range(24))
+    try:
+        for child in children:
+            answer(child, "ready")
+        for room, count in ((51, 24), (52, 48)):
+            say(decode, "receive", room, *range(count))
+            say(first, room, count, *pages)
+            sent = answer(first)
+            if room == 51:
+                assert [answer(decode), answer(decode)] == ["done", sent]
+        first.send_signal(signal.SIGKILL)
+        start_s = time.monotonic()
+        assert answer(decode) == "failed"
+        assert time.monotonic() - start_s < 20
+        answer(decode)
+        say(decode, "turn", prefill[1])
+        hand_over(prefill, decode, 53, [pages])
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,11 @@ class Child:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(names)},
         )  # fmt: skip
         stack.callback(self.kill)
-        self.where: dict[str, str] = self.line()
+
+    @cached_property
+    def where(self) -> Any:
+        """Where it is reached; waits until it is."""
+        return self.line()
 
     def line(self) -> Any:
         assert self.process.stdout is not None
@@ -147,6 +152,7 @@ def test_f68_a53_a_decode_side_of_vllm_that_dies_frees_the_prefill_side(
 ) -> None:
     """It is killed when the first byte is about to be written into its memory."""
     first, second = engine(stack, "kv_producer"), Child(stack, "kv_consumer")
+    assert second.where
     free = first.free_blocks
     (name, prompt) = next(iter(prompts(1).items()))
     write = type(first.transfers).batch_transfer_sync_write
@@ -178,3 +184,39 @@ def test_f68_a53_a_decode_side_of_vllm_that_dies_frees_the_prefill_side(
     while not ended(third, "again"):
         both(first, third)
     assert list(third.requests["again"].output_token_ids) == vllm.answer(prompt, 4)
+
+
+def test_f68_a53_a_prefill_side_of_vllm_that_dies_costs_the_decode_side_a_computation(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed after a hand-over, with the next one asked of it: the other side waits for as
+    long as it is told (and a minute more), computes the prompt, and takes from a new one."""
+    first, third = Child(stack, "kv_producer"), Child(stack, "kv_producer")
+    second = engine(stack, "kv_consumer")
+    (one, prompt), (two, other) = list(prompts(2).items())
+    first.ask("prefill", name=one, prompt=prompt)
+    second.decode(one, prompt, 4, first.where)
+    assert second.run(one) == [vllm.answer(prompt, 4)]
+    assert second.computed[one] <= 5, "the prompt came over"
+    puller = type(second.worker.connector_worker)
+    build, asked = puller._build_pull_metadata, []
+
+    def build_and_tell(self: Any, *arguments: Any, **named: Any) -> Any:
+        asked.append(arguments)
+        return build(self, *arguments, **named)
+
+    monkeypatch.setattr(puller, "_build_pull_metadata", build_and_tell)
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "-57")  # and a minute: three seconds
+    second.decode(two, other, 4, first.where)
+    wait_until(lambda: (second.step(), bool(asked))[1], 10_000)
+    first.kill()
+    start = time.monotonic()
+    assert second.run(two) == [vllm.answer(other, 4)]
+    assert second.computed[two] >= len(other), "it was computed here"
+    assert time.monotonic() - start < 20
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "4")
+    third.ask("prefill", name="again", prompt=prompt)
+    second.scheduler.reset_prefix_cache()
+    second.decode("again", prompt, 4, third.where)
+    assert second.run("again") == [vllm.answer(prompt, 4)]
+    assert second.computed["again"] <= 5
