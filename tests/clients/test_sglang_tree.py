@@ -76,6 +76,22 @@ def test_f27_a_sliding_window_comes_back_with_its_pool(engine: Make) -> None:
     round_trip(engine, cfg=SWA, pages=6, config={"tag": "swa"})
 
 
+def test_f27_of_a_conversation_four_fifths_are_found_after_a_flush(engine: Make) -> None:
+    """A system prompt of four pages and six turns of one, each asked of an engine whose own tiers
+    are empty."""
+    named = {"config": {"tag": "turns"}}
+    asked = found = 0
+    for turn in range(6):
+        reader, writer = engine(**named), engine(**named)
+        tokens = writer.tokens(5 + turn)
+        if turn:
+            found += reader.prefetch(tokens)
+            asked += len(tokens)
+        writer.compute(tokens, seed=1)
+        writer.back_up(tokens)
+    assert found / asked > 0.8
+
+
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("write", WRITES)
 def test_a69_every_policy_writes_what_it_reads(engine: Make, write: str, prefetch: str) -> None:
