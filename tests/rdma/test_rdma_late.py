@@ -5,6 +5,7 @@ The cable is slow on purpose, and the far process stands still where it would ha
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from rdma_ports import FAR, NEAR
 from transport_far import pattern
 from transport_pair import MS, PART, Pair, slices_for, start_far
 
+from mooncake_py._native.memory import address_of
 from mooncake_py.errors import AccessRefused, TransferCancelled
 from mooncake_py.transfer import EngineOptions, Rdma, TransferEngine
 from mooncake_py.transfer import region as region_module
@@ -130,3 +132,25 @@ def test_a36_memory_that_is_unregistered_while_its_rail_is_away_is_not_written(
         assert np.array_equal(other, pattern(PART, 7))
         for one in (batch, cut, kept):
             one.close()
+
+
+def test_a46_raw_memory_here_that_was_unmapped_is_refused_at_the_next_use() -> None:
+    """The device holds its pages still: it would fill them, and nobody would ever see the bytes."""
+    with pair(NEAR, FAR) as two:
+        region = two.region(PART, "heap", "read_write")
+        raw = mmap.mmap(-1, PART)
+        slices = slices_for(region, np.zeros(PART, np.uint8), [(0, PART)])
+        slices["local"] = address_of(raw)[0]
+        mine = two.near.register((address_of(raw)[0], PART), access="read")
+        two.near.read(two.peer, slices, timeout_ms=MS)
+        assert raw[:] == pattern(PART, 7).tobytes()
+        (path,) = two.near.describe()["peers"][0]["paths"]
+        assert path["bytes_read"] == PART
+        raw.close()
+        for transfer in (two.near.read, two.near.write):
+            with pytest.raises(AccessRefused, match="not mapped"):
+                transfer(two.peer, slices, timeout_ms=MS)
+        mine.close()
+        found = np.zeros(PART, np.uint8)
+        two.near.read(two.peer, slices_for(region, found, [(0, PART)]), timeout_ms=MS)
+        assert np.array_equal(found, pattern(PART, 7))

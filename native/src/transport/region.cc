@@ -40,17 +40,21 @@ Region::Region(uint32_t id, std::vector<mc_piece> pieces, uint32_t access, Fd fd
 
 bool Region::allows(uint32_t access, uint64_t offset, uint64_t length) const {
   if ((access_ & access) != access || offset > nbytes_ || length > nbytes_ - offset) return false;
-  return (access_ & MC_ACCESS_RAW) == 0 || is_mapped(offset, length);
+  return (access_ & MC_ACCESS_RAW) == 0 || all_mapped(offset, length);
 }
 
-// Nobody holds raw memory for us. Looking is cheap: the kernel walks mappings, not pages.
-bool Region::is_mapped(uint64_t offset, uint64_t length) const {
-  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+bool is_mapped(uint64_t address, uint64_t nbytes) {
+  static const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const uint64_t first = address / page * page;
+  return msync(reinterpret_cast<void*>(first), address + nbytes - first, MS_ASYNC) == 0;
+}
+
+// Nobody holds raw memory for us.
+bool Region::all_mapped(uint64_t offset, uint64_t length) const {
   std::vector<iovec> pieces;
   slice(offset, length, &pieces);
-  return std::all_of(pieces.begin(), pieces.end(), [page](const iovec& piece) {
-    const auto begin = reinterpret_cast<uint64_t>(piece.iov_base), first = begin / page * page;
-    return msync(reinterpret_cast<void*>(first), begin + piece.iov_len - first, MS_ASYNC) == 0;
+  return std::all_of(pieces.begin(), pieces.end(), [](const iovec& piece) {
+    return is_mapped(reinterpret_cast<uint64_t>(piece.iov_base), piece.iov_len);
   });
 }
 

@@ -31,6 +31,9 @@ class OutsideWriter {
   virtual bool withdrawn() const = 0;
 };
 
+// Whether all of this memory of ours is mapped. Cheap: the kernel walks mappings, not pages.
+bool is_mapped(uint64_t address, uint64_t nbytes);
+
 class Region {
  public:
   Region(uint32_t id, std::vector<mc_piece> pieces, uint32_t access, Fd fd);
@@ -62,7 +65,7 @@ class Region {
   bool wait_quiet(Deadline deadline) const;
 
  private:
-  bool is_mapped(uint64_t offset, uint64_t length) const;
+  bool all_mapped(uint64_t offset, uint64_t length) const;
 
   static constexpr uint32_t kRevoked = 1U << 31;
 

@@ -85,11 +85,13 @@ void Registration::end() {
 
 // ---- MemoryBook --------------------------------------------------------------------------------
 
-int32_t MemoryBook::register_range(Range range, uint32_t access, Registrations* out) {
+int32_t MemoryBook::register_range(Range range, const Region& region, Registrations* out) {
+  // Raw memory is for our own work requests: no peer is told its keys, and none would be good.
+  const uint32_t access = region.is_raw() ? 0 : region.access();
   const int64_t begun = now_ns();
   Registrations made;
   for (const Range& cut : split_range(range, limit_bytes_)) {
-    auto registration = std::make_shared<Registration>(adapters_, cut);
+    auto registration = std::make_shared<Registration>(adapters_, cut, region.is_raw());
     if (const int32_t status = registration->begin(access); status != MC_OK) {
       const std::lock_guard lock(mutex_);
       ++numbers_.refused;
@@ -112,10 +114,8 @@ int32_t MemoryBook::add(const Region& region) {
     if (by_region_.contains(region.id())) return MC_OK;  // one more user of the same range
   }
   Registrations made;
-  // Raw memory is for our own work requests: no peer is told its keys, and none would be good.
-  const uint32_t access = region.is_raw() ? 0 : region.access();
   for (const mc_piece& piece : region.pieces()) {
-    const int32_t status = register_range({piece.address, piece.nbytes}, access, &made);
+    const int32_t status = register_range({piece.address, piece.nbytes}, region, &made);
     if (status != MC_OK) return status;
   }
   const std::lock_guard lock(mutex_);
@@ -217,7 +217,7 @@ std::vector<Span> MemoryBook::gathered_spans(const Region& region) {
     if (shared && piece.address + piece.nbytes <= shared->address() + shared->nbytes()) {
       out.push_back(span_of(*shared, offset, {piece.address, piece.nbytes}));
     } else if (piece.nbytes >= kGatherMin) {
-      (void)register_range({piece.address, piece.nbytes}, region.access(), &made);
+      (void)register_range({piece.address, piece.nbytes}, region, &made);
     }
     uint64_t at = offset;
     for (size_t i = before; i < made.size(); ++i) {

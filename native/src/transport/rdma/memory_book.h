@@ -31,7 +31,9 @@ using Adapters = std::vector<std::shared_ptr<Adapter>>;
 
 class Registration {
  public:
-  Registration(const Adapters& adapters, Range range) : adapters_(adapters), range_(range) {}
+  // `raw`: nobody keeps it mapped, so that it has to be looked at before each use.
+  Registration(const Adapters& adapters, Range range, bool raw = false)
+      : adapters_(adapters), range_(range), raw_(raw) {}
   ~Registration() { end(); }
   Registration(const Registration&) = delete;
   Registration& operator=(const Registration&) = delete;
@@ -42,6 +44,7 @@ class Registration {
   // may go on asking for its keys, which are void.
   void end();
   bool ended() const { return ended_; }
+  bool raw() const { return raw_; }
 
   uint64_t address() const { return range_.address; }
   uint64_t nbytes() const { return range_.nbytes; }
@@ -54,6 +57,7 @@ class Registration {
  private:
   const Adapters& adapters_;
   const Range range_;
+  const bool raw_;
   struct Keys {
     uint32_t local = 0, remote = 0;
   };
@@ -98,7 +102,7 @@ class MemoryBook {
 
  private:
   using Registrations = std::vector<std::shared_ptr<Registration>>;
-  int32_t register_range(Range range, uint32_t access, Registrations* out);
+  int32_t register_range(Range range, const Region& region, Registrations* out);
   std::shared_ptr<Registration> covering_locked(uint64_t address) const;
   Span span_of(const Registration& one, uint64_t offset, Range range) const;
   std::vector<Span> gathered_spans(const Region& region);

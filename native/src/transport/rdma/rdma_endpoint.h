@@ -95,7 +95,8 @@ class RdmaEndpoint final : public StreamEndpoint, public rdma::RailOwner {
   bool next_jobs_locked();
   void begin_job_locked(const std::shared_ptr<Job>& job);
   bool place_locked(const std::shared_ptr<Job>& job);
-  bool works_locked(const std::shared_ptr<Job>& job, std::vector<Work>* out, bool* remote);
+  enum class Reach { kAll, kNotTheirs, kNotOurs, kGone };
+  Reach works_locked(const std::shared_ptr<Job>& job, std::vector<Work>* out);
   void post_locked(Notice notice);
   void post_chain_locked(Rail& rail, std::vector<Work>* works);
   void by_stream_locked(const std::shared_ptr<Job>& job);

@@ -109,40 +109,44 @@ bool RdmaEndpoint::route_locked(const std::shared_ptr<Job>& job) {
   return true;
 }
 
-// The works of a job from where its bytes lie now. False: there is a place no device can reach;
-// *remote says at whose end.
-bool RdmaEndpoint::works_locked(const std::shared_ptr<Job>& job, std::vector<Work>* out,
-                                bool* remote) {
+// The works of a job from where its bytes lie now, or whose end no device can reach. kGone: raw
+// memory of ours that is not mapped any more, though the device still has its pages.
+RdmaEndpoint::Reach RdmaEndpoint::works_locked(const std::shared_ptr<Job>& job,
+                                               std::vector<Work>* out) {
   const Part& part = job->part;
   const auto use = job->writes() ? MemoryBook::Use::kSource : MemoryBook::Use::kTarget;
   uint64_t offset = part.remote_offset, local = job->local();
   for (uint64_t left = part.length; left > 0;) {
     const Span* span = job->region->at(offset);
-    *remote = span == nullptr;
-    if (*remote) return false;
+    if (span == nullptr) return Reach::kNotTheirs;
     uint64_t n = std::min(left, span->offset + span->nbytes - offset);
     auto memory = job->staged != 0 ? fabric_.staging().registration()
                                    : fabric_.memory().find(local, use);
-    if (!memory) return false;
+    if (!memory) return Reach::kNotOurs;
     n = std::min(n, memory->address() + memory->nbytes() - local);
+    if (memory->raw() && !is_mapped(local, n)) return Reach::kGone;
     out->push_back({job, std::move(memory), local, span->address + (offset - span->offset), n, span});
     offset += n;
     local += n;
     left -= n;
   }
-  return true;
+  return Reach::kAll;
 }
 
 // False: it must wait for room in Staging.
 bool RdmaEndpoint::place_locked(const std::shared_ptr<Job>& job) {
   const Part& part = job->part;
   std::vector<Work> works;
-  bool remote = false;
-  if (!works_locked(job, &works, &remote)) {
-    if (remote) {
-      by_stream_locked(job);
-      return true;
-    }
+  const Reach reach = works_locked(job, &works);
+  if (reach == Reach::kGone) {
+    fail_locked(job, MC_E_ACCESS, "the raw memory here is not mapped any more");
+    return true;
+  }
+  if (reach == Reach::kNotTheirs) {
+    by_stream_locked(job);
+    return true;
+  }
+  if (reach == Reach::kNotOurs) {
     works.clear();
     const int32_t status = fabric_.staging().allocate(part.length, &job->staged);
     if (status == MC_E_BACKPRESSURE) {
@@ -154,7 +158,7 @@ bool RdmaEndpoint::place_locked(const std::shared_ptr<Job>& job) {
         mc_copy(job->staged, part.local, part.length);
       }
     }
-    if (status != MC_OK || !works_locked(job, &works, &remote)) {
+    if (status != MC_OK || works_locked(job, &works) != Reach::kAll) {
       by_stream_locked(job);
       return true;
     }
