@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import chaos_values
 from chaos_faults import Faults, Undo
@@ -34,6 +35,7 @@ from mooncake_py.master.client import MasterClient
 TENANTS = ("red", "blue")
 SETTLE_MS = 30_000 * SLOW  # for everything to be back after the last step
 QUIET_MS = 2_500 * SLOW
+LAST_MS = 10_000 * SLOW  # of a call that reads all keys of a tenant
 STALE = (LEASE_MS + 2 * SUSPECT_MS + 1_000 * SLOW) * 1_000_000
 ALLOWED = Allowed(STALE, Allowed().young * SLOW, Allowed().slack_ms * SLOW, Allowed().leased * SLOW)
 EVICTIONS = ("evict",)
@@ -182,7 +184,9 @@ class Run:
         """Every key once more, by a client that knows nothing."""
         found: list[Operation] = []
         # Nodes that have ports of RDMA have nothing else.
-        ways = {"transports": self.world.transports("c0")} if self.world.shape.ports else {}
+        ways: dict[str, Any] = {"timeout_ms": LAST_MS}
+        if self.world.shape.ports:
+            ways["transports"] = self.world.transports("c0")
         for tenant in TENANTS:
             mine = [key.partition("/")[2] for key in keys if key.startswith(tenant + "/")]
             if not mine:
