@@ -37,6 +37,7 @@ class Group:
 class Groups:
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
+        self.hiding = 0  # groups of one put: a member that is there may not be seen
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -73,12 +74,19 @@ class Groups:
         if slot < 0:
             _leave(group, key)
         if not group.open and not group.slots:
-            del self._groups[name & ~FOLLOWS]
+            self._forget(name & ~FOLLOWS)
 
     def _obtain(self, name: int, tenant: Tenant) -> Group:
         group = self._groups.get(name)
         if group is None:
             group = self._groups[name] = Group(tenant)
+            self.hiding += not is_named(name)
+        return group
+
+    def _forget(self, name: int) -> Group | None:
+        group = self._groups.pop(name, None)
+        if group is not None:
+            self.hiding -= not is_named(name)
         return group
 
     def whole(self, name: int) -> bool:
@@ -100,7 +108,7 @@ class Groups:
     def dissolve(self, name: int) -> tuple[list[int], list[Grant]]:
         """A member has ended: what is left to end. Nothing when this is known already, or when it
         is nobody else's end."""
-        group = None if name & FOLLOWS else self._groups.pop(name, None)
+        group = None if name & FOLLOWS else self._forget(name)
         if group is None:
             return [], []
         writing = group.tenant.writing

@@ -112,7 +112,7 @@ class QuickAnswers:
         state = self._state
         allowed = 0
         doubtful = state.members.impaired or state.doubts
-        if not (doubtful or state.table.ttls or state.groups):
+        if not (doubtful or state.table.ttls or state.groups.hiding):
             allowed |= MAY_EXISTS
         if not (doubtful or state.leaving) and self._may_record():
             allowed |= MAY_COMMIT

@@ -78,7 +78,7 @@ def exists(state: CatalogState, command: Exists, now_ms: int) -> Applied:
     tenant = state.tenants.find(command.tenant)
     if tenant is None:
         present = bytes(len(keys))
-    elif not (state.members.impaired or state.doubts or state.table.ttls or state.groups):
+    elif not (state.members.impaired or state.doubts or state.table.ttls or state.groups.hiding):
         present = bytes(map(tenant.complete.__contains__, keys))
     else:
         present = bytes(map(_readable(state, tenant, now_ms), keys))

@@ -31,6 +31,7 @@ from mooncake_py.master.commands import (
 )
 from mooncake_py.master.disks import Disk
 from mooncake_py.master.eviction import Lru
+from mooncake_py.master.groups import is_named
 from mooncake_py.master.membership import GONE, SUSPECT, Segment
 from mooncake_py.master.objects import (
     COLD,
@@ -158,6 +159,7 @@ class _Books:
             for key in group.open or ():
                 put, index = group.tenant.writing[key]
                 assert put.groups[index] == name
+        assert state.groups.hiding == sum(not is_named(name) for name in state.groups._groups)
         assert len(state.table.groups) == sum(
             len(each.slots) for each in state.groups._groups.values()
         )

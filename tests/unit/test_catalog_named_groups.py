@@ -149,6 +149,17 @@ def test_a18_names_are_of_a_tenant_and_groups_have_an_end(driver: Driver) -> Non
     check_invariants(big.catalog)
 
 
+def test_a18_groups_by_name_leave_the_plain_questions_quick(driver: Driver) -> None:
+    """As many as there are pages; a group of one put hides what is there while it is not whole."""
+    put(driver, [b"kv"], [group("p")])
+    groups = driver.catalog.state.groups
+    assert (len(groups), groups.hiding) == (1, 0)
+    put(driver, [b"k", b"v"], [1, 1])
+    assert (len(groups), groups.hiding) == (2, 1)
+    driver.remove([b"k"])
+    assert (len(groups), groups.hiding) == (1, 0)
+
+
 def two_nodes() -> Driver:
     driver = Driver()
     driver.mount("a", SEGMENT)
