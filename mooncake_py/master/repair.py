@@ -8,9 +8,10 @@ place is tried again after a second, and when nodes come.
 
 *Heat* is the number of Locates of an object in the running window of `hot_window_ms`, plus half of
 that of the window before, and so on; it is counted with `hot_copies_max` above 0 only. An object
-whose heat is `hot_factor` times the mean of all that were located (and at least `hot_min`) gets a
-replica more at the window's end, and loses it when its heat has fallen below half of that. Clients
-remember placements for as long as their lease, so heat counts clients and leases, not reads. Pure.
+whose heat is `hot_factor` times the mean of all others that were located (and at least `hot_min`:
+one that is located alone is hot) gets a replica more at the window's end, and loses it when its
+heat has fallen below half of that. Clients remember placements for as long as their lease, so heat
+counts clients and leases, not reads. Pure.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def _end_window(state: CatalogState, work: Work, now_ms: int) -> None:
     settings = state.settings
     threshold = settings.hot_min
     if warm:
-        mean = float(heat.sum(dtype=np.uint64)) / warm
-        threshold = max(threshold, int(settings.hot_factor * mean))
+        # heat >= factor * (sum - heat) / (warm - 1), solved for the heat
+        total, factor = int(heat.sum(dtype=np.uint64)), settings.hot_factor
+        threshold = max(threshold, -(-factor * total // (warm - 1 + factor)))
     _cool(state, work, threshold // 2, now_ms)
     if warm:
         hot = np.flatnonzero(heat >= threshold)

@@ -45,7 +45,7 @@ class CatalogSettings:
     events_max: int = 0  # newest events kept for mirrors, about 250 bytes each; 0: none
     repair_bytes_per_s: int = 256 << 20  # copied for lost replicas and hot objects, at most
     hot_copies_max: int = 0  # replicas that a hot object gets beyond those it wants; 0: none
-    hot_factor: int = 10  # times the mean Locates of located objects make an object hot
+    hot_factor: int = 10  # times the mean Locates of all others located make one hot
     hot_min: int = 32  # Locates in a window that make one hot at all
     hot_window_ms: int = 5_000  # over which Locates are counted
     away_ms: int = 600_000  # a segment whose memory outlives its node is waited for this long

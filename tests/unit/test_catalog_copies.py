@@ -452,6 +452,29 @@ def test_f51_a_hot_key_gains_a_replica_within_a_window_and_loses_it_after_coolin
     check_invariants(driver.catalog)
 
 
+def test_f51_a_key_that_alone_is_read_is_hot_and_of_two_alike_neither() -> None:
+    """The mean is that of the others: with few keys none could be ten times the mean of all."""
+    settings = CatalogSettings(
+        objects_max=1 << 14, hot_copies_max=1, hot_window_ms=1_000, hot_min=10
+    )
+    driver = Driver(settings)
+    driver.mount("a", 1024 * KIB)
+    driver.mount("b", 1024 * KIB)
+    driver.put(keys(50))
+    driver.pass_time(1_100)
+    for _ in range(20):
+        driver.locate([b"k1"])
+        driver.locate([b"k2"])
+    driver.pass_time(1_100)
+    assert not driver.work_off()
+    driver.pass_time(9_000)
+    for _ in range(20):
+        driver.locate([b"k3"])
+    driver.pass_time(1_100)
+    driver.work_off()
+    assert [len(homes(driver, key)) for key in (b"k1", b"k2", b"k3")] == [1, 1, 2]
+
+
 def test_f51_heat_is_off_unless_it_is_asked_for() -> None:
     driver = Driver(S)
     driver.mount("a", 1024 * KIB)
