@@ -135,6 +135,8 @@ class _Log:
                 self._rested(rows)
 
     def _copy(self, generation: int, own: int, extent: tuple[int, int]) -> None:
+        if own != generation:
+            self.gaps.granted((own,))  # it is recorded, and ends with its object
         attempt = self.complete.get(generation)
         if attempt is not None:
             if extent not in attempt.extents:

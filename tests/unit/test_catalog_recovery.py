@@ -16,12 +16,15 @@ from mooncake_py.errors import Backpressure
 from mooncake_py.master import records
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
+    CopyObjects,
     Granted,
     Heartbeat,
     Name,
     PutStart,
     Refused,
     Remove,
+    TaskList,
+    Tasks,
     Unmount,
 )
 from mooncake_py.model import EXTENT_ROW, MEMBERS_SHIFT, PLACEMENT_ROW, RESERVED_ROW
@@ -479,3 +482,24 @@ def test_f64_a_mount_of_younger_extents_waits_for_a_term_that_is_durable() -> No
         assert applied.term_wanted == node.term + 1
         assert len(cluster.driver.log) == before
         assert not cluster.driver.catalog.state.members.by_id
+
+
+def test_a12_a_recorded_copy_does_not_bring_back_what_was_removed() -> None:
+    """Its own generation is between those of puts; a record tells of it, so it is no gap."""
+    cluster = Cluster("a", "b")
+    generation = cluster.put(b"x")
+    driver, nodes = cluster.driver, cluster.nodes.values()
+    here = {each.segment_id for each in nodes if each.sealed}
+    to = next(each for each in nodes if each.segment_id not in here)
+    driver.apply(CopyObjects("t", [b"x"], to.name))
+    who = (to.name, to.incarnation, to.segment_id)
+    tasks = driver.apply(Tasks(*who, (), 8)).reply
+    assert isinstance(tasks, TaskList)
+    for task in tasks.copies:
+        name = Name("t", b"x", generation=generation)
+        to.sealed[task.offset] = (task.length, task.generation, name, 0)
+    driver.apply(Tasks(*who, [(each.generation, 0) for each in tasks.copies]))
+    cluster.put(b"y")
+    driver.apply(Remove("t", [b"x"], True))  # recorded; the nodes have not heard of it
+    cluster.crash(0)
+    assert cluster.keys() == [b"y"]
