@@ -308,6 +308,8 @@ class Granted:
     rows: Sequence[bytes]  # per entry of segment_ids: EXTENT_ROWs of its grants
     # (entry, row in it, key) of further parts of striped objects; their digests are still to come
     part_rows: Sequence[tuple[int, int, bytes]] = ()
+    # Of another object's deadlines that these take over what is left (soft pin, TTL; 0: none).
+    inherited_ms: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

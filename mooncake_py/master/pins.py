@@ -49,6 +49,14 @@ def ends_of(state: CatalogState, tenant: Tenant, policy: ReplicaPolicy, now_ms: 
     return Ends(soft_pin, policy.ttl_ms, False)
 
 
+def left_of(ends: Ends, now_ms: int) -> tuple[int, int] | None:
+    """Of deadlines that were taken over: ms until the soft pin's and the object's, 0 for none."""
+    if not ends.absolute:
+        return None
+    soft_pin, ttl = (max(1, each - now_ms) if each else 0 for each in ends[:2])
+    return soft_pin, ttl
+
+
 class RoomForPins:
     """What one call may still pin, all of it hard or all of it soft."""
 

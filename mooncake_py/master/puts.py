@@ -30,7 +30,7 @@ from mooncake_py.master.commits import still_there
 from mooncake_py.master.evicting import evict
 from mooncake_py.master.groups import is_named, names_of
 from mooncake_py.master.objects import COLD, PLACE_BITS, PLACE_MASK
-from mooncake_py.master.pins import RoomForPins, ends_of
+from mooncake_py.master.pins import RoomForPins, ends_of, left_of
 from mooncake_py.master.placement import Placer, handicaps
 from mooncake_py.master.quotas import Allowance
 from mooncake_py.master.state import CatalogState
@@ -129,7 +129,8 @@ class _PutStart:
             ids, rows = self._rows(put, indices)
         for counters in (state.counters, self.tenant.counters):
             counters["put_keys"] += len(command.keys)
-        granted = Granted(bytes(self.status), generations, ids, rows, self.part_rows)
+        left_ms = left_of(self.ends, self.now_ms)
+        granted = Granted(bytes(self.status), generations, ids, rows, self.part_rows, left_ms)
         return self.work.done(granted, self.now_ms)
 
     # --- which keys -----------------------------------------------------------------------------

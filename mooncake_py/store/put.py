@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
@@ -54,8 +54,8 @@ class PutJob:
     deadline: Deadline
     groups: Sequence[int] = ()  # per key, equal and above 0 = one fate; or empty
     upsert: bool = False  # what a key holds is replaced by the commit
-    # Key -> generation of an attempt that was sealed, and whose commit came to nothing so far.
-    uncommitted: dict[bytes, int] = field(default_factory=dict)
+    # Key -> generations of attempts that were sealed, and whose commits came to nothing so far.
+    uncommitted: dict[bytes, set[int]] = field(default_factory=dict)
     # Key -> how many replicas were sealed, where the policy asks for several.
     replicas: dict[bytes, int] = field(default_factory=dict)
 
@@ -99,6 +99,16 @@ def _sealed_counts(job: PutJob, grants: Grants, parts: Sequence[_Part]) -> dict[
         own = part.grant.table()["generation"] == grants.generations[part.keys]
         sealed.update(part.keys[own & (part.codes == errors.OK)].tolist())
     return {job.keys[key]: count for key, count in sealed.items()}
+
+
+def _with_deadlines(job: PutJob, grants: Grants) -> PutJob:
+    """As the nodes are told it: with the deadlines of the other object, so that they last although
+    every record of the master is lost."""
+    if grants.inherited_ms is None:
+        return job
+    soft_pin_ms, ttl_ms = grants.inherited_ms
+    policy = replace(job.policy, expires_with="", soft_pin_ms=soft_pin_ms, ttl_ms=ttl_ms)
+    return replace(job, policy=policy)
 
 
 def _one_fate(groups: Sequence[int], codes: list[int]) -> None:
@@ -237,7 +247,7 @@ class BatchWriter:
             for i, code, generation in zip(sealed, statuses.tolist(), generations, strict=True):
                 codes[i] = code
                 if code not in _SETTLED:
-                    job.uncommitted[job.keys[i]] = generation
+                    job.uncommitted.setdefault(job.keys[i], set()).add(generation)
         return codes
 
     def _put_at_once(
@@ -322,7 +332,8 @@ class BatchWriter:
         )
         codes: list[int] = grants.status.tolist()
         if errors.OK in codes:
-            self._finish(job, grants, self._pull_all(grants, job), codes)
+            parts = self._pull_all(grants, _with_deadlines(job, grants))
+            self._finish(job, grants, parts, codes)
         if job.uncommitted:
             self._recognise(job, codes)
         return codes
@@ -332,14 +343,15 @@ class BatchWriter:
         grants that the one before had not recorded; a moment later a node tells it what they
         became, and it is an object. `codes` changes in place."""
         met = [
-            i
+            (i, generation)
             for i, code in enumerate(codes)
-            if code == errors.ObjectExists.code and job.keys[i] in job.uncommitted
+            if code == errors.ObjectExists.code
+            for generation in sorted(job.uncommitted.get(job.keys[i], ()))
         ]
         if met:
-            keys = [job.keys[i] for i in met]
-            statuses = self._commit(job, keys, [job.uncommitted[key] for key in keys], ())
-            for i, code in zip(met, statuses.tolist(), strict=True):
+            keys, generations = [job.keys[i] for i, _ in met], [each for _, each in met]
+            statuses = self._commit(job, keys, generations, ())
+            for (i, _), code in zip(met, statuses.tolist(), strict=True):
                 if code == errors.OK:
                     codes[i] = errors.OK
 
@@ -450,9 +462,9 @@ class BatchWriter:
         job: PutJob, generations: Sequence[int], which: Iterable[int], codes: Sequence[int]
     ) -> None:
         if any(codes):
-            job.uncommitted.update(
-                (job.keys[i], generations[i]) for i in which if codes[i] not in _SETTLED
-            )
+            for i in which:
+                if codes[i] not in _SETTLED:
+                    job.uncommitted.setdefault(job.keys[i], set()).add(generations[i])
 
     def _commit(
         self,

@@ -110,11 +110,13 @@ class NodeGrant:
 
 @dataclass(frozen=True, slots=True)
 class Grants:
-    """Reserved extents. `generations`: per key, 0 where `status` is not 0."""
+    """Reserved extents. `generations`: per key, 0 where `status` is not 0. `inherited_ms`: what is
+    left of another object's soft pin and TTL, which these have instead of their policy's."""
 
     status: Status
     generations: npt.NDArray[np.uint64]
     grants: Sequence[NodeGrant]
+    inherited_ms: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,16 +398,18 @@ def _shifted(rows: npt.NDArray[np.void], keys: int, segments: int) -> npt.NDArra
 def grants(replies: Sequence[tuple[int, pb.PutStartReply]]) -> Grants:
     """Join (first key's index, reply) pairs."""
     found = []
+    inherited: tuple[int, int] | None = None
     for base, reply in replies:
         segments = [segment(message) for message in reply.segments]
+        if reply.HasField("inherited"):
+            inherited = (reply.inherited.soft_pin_ms, reply.inherited.ttl_ms)
         found += [
             NodeGrant(segments[grant.segment_index], grant.rows, grant.mac, base)
             for grant in reply.grants
         ]
     generations = [np.array(reply.generations, np.uint64) for _, reply in replies]
-    return Grants(
-        join_status([reply.status for _, reply in replies]), np.concatenate(generations), found
-    )
+    status = join_status([reply.status for _, reply in replies])
+    return Grants(status, np.concatenate(generations), found, inherited)
 
 
 def removed(replies: Sequence[pb.RemoveReply]) -> Removed:

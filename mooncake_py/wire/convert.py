@@ -328,12 +328,14 @@ def granted(
         pb.NodeGrant(segment_index=index, rows=rows, mac=mac)
         for index, (rows, mac) in enumerate(zip(answer.rows, macs, strict=True))
     ]
+    left = answer.inherited_ms
     return pb.PutStartReply(
         outcome=_ok(term),
         status=answer.status,
         generations=answer.generations,
         segments=segments,
         grants=grants,
+        inherited=left and pb.Ends(soft_pin_ms=left[0], ttl_ms=left[1]),
     ).SerializeToString()
 
 

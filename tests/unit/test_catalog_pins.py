@@ -150,7 +150,10 @@ def test_f56_members_published_after_the_hint_inherit_its_deadline_and_end_with_
     for i in range(5):
         driver.pass_time(1_000)
         key = b"member %d" % i
-        assert driver.put([key], NBYTES, expires_with="hint", soft_pin_ms=1) == [0]
+        granted = driver.start([key], NBYTES, expires_with="hint", soft_pin_ms=1)
+        passed_ms = driver.now_ms - born_ms
+        assert granted.inherited_ms == (30_000 - passed_ms, 60_000 - passed_ms), "nodes keep them"
+        assert driver.end([key], list(granted.generations)) == [0]
     driver.put([b"alone"], NBYTES, expires_with="no such object", ttl_ms=7_000)
     members = [b"hint", *(b"member %d" % i for i in range(5))]
     for catalog in (driver.catalog, *both_restored(driver)):

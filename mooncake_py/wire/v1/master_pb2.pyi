@@ -202,6 +202,7 @@ class PutStartReply(Message):
     generations: RepeatedScalarFieldContainer[int]
     segments: RepeatedCompositeFieldContainer[Segment]
     grants: RepeatedCompositeFieldContainer[NodeGrant]
+    inherited: Ends
     def __init__(
         self,
         *,
@@ -210,6 +211,17 @@ class PutStartReply(Message):
         generations: Iterable[int] | None = ...,
         segments: Iterable[Segment] | None = ...,
         grants: Iterable[NodeGrant] | None = ...,
+        inherited: Ends | None = ...,
+    ) -> None: ...
+
+class Ends(Message):
+    soft_pin_ms: int
+    ttl_ms: int
+    def __init__(
+        self,
+        *,
+        soft_pin_ms: int | None = ...,
+        ttl_ms: int | None = ...,
     ) -> None: ...
 
 class NodeGrant(Message):
