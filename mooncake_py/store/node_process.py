@@ -305,7 +305,8 @@ class Node:
                 if naming.passed():
                     raise
             except MooncakeError as error:
-                if not error.retryable or starting.passed():
+                over = starting.passed() or self._closing.is_set()  # stopped while it starts
+                if over or not error.retryable:
                     raise
             self._closing.wait(_MOUNT_AGAIN_S)
 
