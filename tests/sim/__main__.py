@@ -1,9 +1,11 @@
-"""`python -m tests.sim SEED` runs one seed, `python -m tests.sim FIRST COUNT` many."""
+"""`python -m tests.sim SEED` runs one seed, `python -m tests.sim FIRST COUNT` many; with `whole` in
+front of the numbers, of the product's own processes."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit")]
 
@@ -11,11 +13,18 @@ from sim_run import simulate  # noqa: E402 - its folder has just been added
 
 
 def main() -> None:
-    first = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    words = sys.argv[1:]
+    run: Any = simulate
+    if words[:1] == ["whole"]:
+        from whole_run import simulate_whole  # noqa: PLC0415 - it loads the native core
+
+        run = simulate_whole
+        del words[0]
+    first = int(words[0]) if words else 1
+    count = int(words[1]) if len(words) > 1 else 1
     totals: dict[str, int] = {}
     for seed in range(first, first + count):
-        outcome = simulate(seed)
+        outcome = run(seed)
         for what, number in outcome.counts.items():
             totals[what] = totals.get(what, 0) + number
         if count == 1:

@@ -1,0 +1,104 @@
+"""The simulator of whole processes notices what breaks in each module that it drives: one rule of
+it is taken away, and a user's promise is found broken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_run import simulate_whole
+
+from mooncake_py.master import owner, unsealer
+from mooncake_py.store import get, inventory, node_process, put
+from mooncake_py.store.placement_cache import PlacementCache
+from mooncake_py.wire.node import HoldReply
+
+SEEDS = 30
+
+
+def assert_found_out(words: str, first: int = 1) -> None:
+    """From a seed on that is known to notice, so that it is found soon."""
+    for seed in range(first, first + SEEDS):
+        fault = fault_of(seed)
+        if fault is not None:
+            assert words in fault
+            return
+    pytest.fail(f"{SEEDS} seeds did not notice")
+
+
+def fault_of(seed: int) -> str | None:
+    try:
+        simulate_whole(seed, 8_000)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def test_placement_cache_rows_that_are_learnt_for_another_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrive = PlacementCache.arrive
+
+    def mixed_up(self: Any, flight: Any, names: Any, entries: Any) -> None:
+        arrive(self, flight, names, list(entries)[::-1])
+
+    monkeypatch.setattr(PlacementCache, "arrive", mixed_up)
+    assert_found_out("bytes of")
+
+
+def test_reader_stale_placements_that_are_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(get, "QUESTIONS_MAX", 0)
+    assert_found_out("is there and was not read", 13)
+
+
+def test_reader_bytes_that_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came is taken for what was wanted, whatever the headers say."""
+    judge = get.BatchReader._judge
+
+    def trusting(self: Any, call: Any, todo: Any, rows: Any, statuses: Any, late: bool) -> Any:
+        taken = [0 if status == -get._STALE else status for status in statuses]
+        return judge(self, call, todo, rows, taken, late)
+
+    monkeypatch.setattr(get.BatchReader, "_judge", trusting)
+    assert_found_out("", 3)
+
+
+def test_writer_own_attempts_that_are_taken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(put.BatchWriter, "_recognise", lambda *arguments: None)
+    assert_found_out("was refused, and is read", 347)
+
+
+def test_node_objects_that_a_new_master_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    name_all = inventory.Teller._name_all
+
+    def silent(self: Any, job: Any, ranges: Any, mark: int, counts: Any) -> None:
+        name_all(self, job, np.zeros(0, dtype=ranges.dtype), mark, counts)
+
+    monkeypatch.setattr(inventory.Teller, "_name_all", silent)
+    assert_found_out("vanished", 6)
+
+
+def test_node_orders_to_unseal_that_are_not_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_process.Node, "_unseal", lambda self, payload: HoldReply().encode())
+    assert_found_out("was removed at", 6)
+
+
+def test_master_nodes_that_are_taken_for_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unsealer._Teller, "tell", lambda *arguments: "")
+    assert_found_out("was removed at", 6)
+
+
+def test_master_removals_that_are_answered_before_they_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send = owner.Owner._send
+
+    def hasty(self: Any, call: Any, answer: Any) -> None:
+        send(self, call, replace(answer, durable_first=False))
+
+    monkeypatch.setattr(owner.Owner, "_send", hasty)
+    assert_found_out("was removed at", 3)
