@@ -298,7 +298,12 @@ class AsyncStoreClient:
 
     def _remember(self, work: asyncio.Future[Any]) -> None:
         self._batches.add(work)
-        work.add_done_callback(self._batches.discard)
+        work.add_done_callback(self._over)
+
+    def _over(self, work: asyncio.Future[Any]) -> None:
+        self._batches.discard(work)
+        if not work.cancelled():
+            work.exception()  # seen: whoever was cancelled wants no words about it in the log
 
     async def _batch(self, turn: _Turn) -> None:
         runner, calls = turn.runner, turn.calls

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -33,8 +35,15 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `StoreClient.explain` found. `us`: microseconds of each step of one real read, in order;
-    they add up to the wall time of the read. `remembered`: the placement was known here."""
+    """What `StoreClient.explain` found. `remembered`: the placement was known here.
+
+    us: microseconds of each step of one real read; they add up to the wall time of the call.
+    cache: looking for a known placement; metadata: waiting for the master, also when it was asked
+    again; reach: opening the way to each replica's node; allocate: memory for the bytes; copy: out
+    of mapped memory, with its checksum; wire: through the engine, until all bytes had arrived and
+    were proven; disk: until a node had them in memory; judge: what this client decided in between;
+    describe: making this answer. retries: how many replicas were tried in vain; used: the number in
+    `replicas` of the one that was read, -1 for none."""
 
     key: str
     nbytes: int
@@ -42,10 +51,14 @@ class Explanation:
     remembered: bool
     outcome: str
     us: dict[str, float] = field(default_factory=dict)
+    retries: int = 0
+    used: int = -1
 
     def __str__(self) -> str:
-        lines = [f"{self.key!r}: {self.outcome}, {self.nbytes} bytes"]
-        lines += [f"  {r.node} {r.address} +{r.offset} by {r.way}" for r in self.replicas]
+        lines = [f"{self.key!r}: {self.outcome}, {self.nbytes} bytes, {self.retries} tried in vain"]
+        for number, r in enumerate(self.replicas):
+            mark = "read" if number == self.used else "    "
+            lines.append(f"  {mark} {r.node} {r.address} +{r.offset} by {r.way}")
         lines += [f"  {step:<10}{us:10.1f} us" for step, us in self.us.items()]
         return "\n".join(lines)
 
@@ -81,10 +94,11 @@ def explain(
     lengths = [object_length(rows)]
     target.place([0], lengths)
     steps.done("allocate")
-    result = reader.read([name], target, deadline)
-    steps.done("read")
+    result = _timed(reader, steps).read([name], target, deadline)
+    steps.done("judge")
     code = result.codes[0]
     outcome = "readable" if code == errors.OK else errors.BY_CODE[code].__name__
+    failed = {(broken.segment_id, broken.generation) for broken in result.broken}
     replicas = []
     for at, way in enumerate(ways):
         row = np.frombuffer(rows[at * ROW_BYTES : (at + 1) * ROW_BYTES], EXTENT)[0]
@@ -92,8 +106,34 @@ def explain(
         offset, generation = int(row["offset"]), int(row["generation"])
         place = (segment.node, segment.address, segment.segment_id)
         replicas.append(Replica(*place, offset, generation, way))
+    good = [n for n, r in enumerate(replicas) if (r.segment_id, r.generation) not in failed]
+    used = good[0] if good and code == errors.OK else -1
     steps.done("describe")
-    return Explanation(key, lengths[0], replicas, remembered, outcome, steps.us)
+    retries = len(result.broken)
+    return Explanation(key, lengths[0], replicas, remembered, outcome, steps.us, retries, used)
+
+
+class _Asked:
+    """The master, whose answers are waited for as a step of their own."""
+
+    def __init__(self, master: Any, steps: _Steps) -> None:
+        self._master = master
+        self._steps = steps
+
+    def locate(self, *args: Any, **given: Any) -> Any:
+        self._steps.done("judge")
+        try:
+            return self._master.locate(*args, **given)
+        finally:
+            self._steps.done("metadata")
+
+
+def _timed(reader: BatchReader, steps: _Steps) -> BatchReader:
+    """The same reader, with the same state, that tells when its steps end."""
+    twin = copy(reader)
+    twin.lap = steps.done
+    twin._master = _Asked(reader._master, steps)  # type: ignore[assignment]  # as far as it is used
+    return twin
 
 
 def _way(directory: SegmentDirectory, index: int, deadline: Deadline) -> str:

@@ -20,7 +20,7 @@ Leases are looked at before the read begins, and those of a large one renewed wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -126,6 +126,7 @@ class BatchReader:
         self._fetcher = DiskFetcher(directory, self._read_memory)
         self.cache = PlacementCache()
         self._any_striped = False  # none was met yet, so none need be looked for
+        self.lap: Callable[[str], None] = lambda step: None  # told as one ends
 
     # --- where ---
 
@@ -388,6 +389,7 @@ class BatchReader:
             for n, at in enumerate(others):
                 statuses[at] = found[n] if found else 0
         self._fetcher.read(table, on_disk, to, statuses, deadline)
+        self.lap("disk")
         return statuses if any(statuses) else None
 
     def _on_disk(self, rows: bytes) -> list[int]:
@@ -403,9 +405,11 @@ class BatchReader:
 
     def _read_memory(self, rows: bytes, to: Destinations, deadline: Deadline) -> list[int] | None:
         statuses = read_mapped(self._directory.table, rows, len(rows) // ROW_BYTES, to)
+        self.lap("copy")
         if statuses is None or NOT_MAPPED not in statuses:
             return statuses
         self._remote.read(rows, to, statuses, deadline)
+        self.lap("wire")
         return statuses if any(statuses) else None
 
     def _judge(

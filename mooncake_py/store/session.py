@@ -19,7 +19,8 @@ Rules.
 * A writing session collects in memory that nodes on this host map (`alloc`), and asks for space at
   commit. So it may last as long as it likes, the objects become visible together, and a session
   that is abandoned, or whose process is killed, leaves nothing anywhere: no node ever has an extent
-  that waits for its writer.
+  that waits for its writer. `write` copies into that memory, and at commit a node copies out of it;
+  what is computed or received straight into `views` is copied by the node alone, once.
 * What is committed was written whole. An object of which a part was never written is refused by
   itself; one that was filled through `views` is its writer's word.
 * A session belongs to one thread at a time. It ends with its `with`.

@@ -154,6 +154,20 @@ def test_a23_a_hit_that_cannot_be_read_is_a_miss_reported_once() -> None:
         assert calls(cluster, "Report") - before <= 2
 
 
+def test_f49_explain_tells_which_replica_was_read_and_how_many_were_tried_in_vain() -> None:
+    with two_nodes() as cluster, StoreClient(cluster.address, transports=("tcp",)) as store:
+        store.put("both", b"b" * 100_000, policy=TWO)
+        first = store.explain("both")
+        assert (first.retries, len(first.replicas)) == (0, 2)
+        near = first.replicas[first.used].node
+        cluster.nodes[int(near.removeprefix("node-"))].child.kill()
+        found = store.explain("both")
+        assert found.outcome == "readable"
+        assert found.retries == 1
+        assert found.replicas[found.used].node != near
+        assert found.us["wire"] > 0
+
+
 def test_a17_two_replicas_lie_on_two_nodes_and_either_serves() -> None:
     with two_nodes() as cluster, StoreClient(cluster.address) as store:
         store.put("both", b"b" * 100_000, policy=TWO)

@@ -268,6 +268,10 @@ def test_f49_the_steps_of_a_read_add_up(store: StoreClient) -> None:
         (replica,) = found.replicas
         assert replica.node.startswith("node-")
         assert replica.way in ("mapped", "tcp")
+        moved = "copy" if replica.way == "mapped" else "wire"
+        assert found.us[moved] > 0
+        assert ("metadata" in found.us) is not remembered
+        assert (found.retries, found.used) == (0, 0)
         assert 0 <= wall_us - sum(found.us.values()) <= 0.05 * wall_us + 200
         assert "readable" in str(found)
     assert store.explain("nothing").replicas == ()

@@ -26,7 +26,7 @@ SEALED = bytes(4 + ROWS)  # of the reply: the code, and a status a row
     ],
     ids=["all", "one row less", "one row more", "no row", "nothing", "refused", "one failed"],
 )
-def test_a07_what_a_node_has_not_sealed_row_by_row_is_not_committed(
+def test_f06_what_a_node_has_not_sealed_row_by_row_is_not_committed(
     said: bytes, committed: bool
 ) -> None:
     asked: list[int] = []

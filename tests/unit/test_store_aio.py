@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +51,7 @@ async def busy(client: aio.AsyncStoreClient, stuck: Stuck) -> list[asyncio.Futur
     return calls
 
 
-def test_a06_what_waits_for_a_worker_ends_at_its_deadline_and_the_client_goes_on() -> None:
+def test_f28_f52_what_waits_for_a_worker_ends_at_its_deadline_and_the_client_goes_on() -> None:
     async def work() -> None:
         stuck = Stuck()
         client = aio.AsyncStoreClient(stuck)
@@ -72,7 +73,7 @@ def test_a06_what_waits_for_a_worker_ends_at_its_deadline_and_the_client_goes_on
     asyncio.run(work())
 
 
-def test_a06_the_time_that_a_call_waited_for_a_worker_is_its_own() -> None:
+def test_f28_f52_the_time_that_a_call_waited_for_a_worker_is_its_own() -> None:
     async def work() -> None:
         stuck = Stuck()
         client = aio.AsyncStoreClient(stuck)
@@ -88,3 +89,27 @@ def test_a06_the_time_that_a_call_waited_for_a_worker_is_its_own() -> None:
         await client.close()
 
     asyncio.run(work())
+
+
+def test_f52_what_fails_after_its_caller_was_cancelled_says_nothing() -> None:
+    said: list[object] = []
+
+    async def work() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        stuck = Stuck()
+        client = aio.AsyncStoreClient(stuck)
+        calls = await busy(client, stuck)
+        late = asyncio.ensure_future(client.get_batch(["k"], timeout_ms=30))
+        await asyncio.sleep(0)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        while len(client._batches) > aio.WORKERS:  # until its time is over
+            await asyncio.sleep(0)
+        stuck.go_on.set()
+        await asyncio.gather(*calls)
+        await client.close()
+
+    asyncio.run(work())
+    gc.collect()
+    assert said == []

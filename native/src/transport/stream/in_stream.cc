@@ -12,6 +12,8 @@ namespace {
 
 constexpr int kRoundsMax = 16;   // reads in a row before others get their turn
 constexpr size_t kPiecesMax = 256;
+// Behind a body that is received where it belongs: the next head and no more than is cheap to copy.
+constexpr size_t kTailBytes = 4 << 10;
 
 }  // namespace
 
@@ -67,7 +69,7 @@ ssize_t InStream::receive_on_progress(bool* drained) {
       uint64_t room = 0;
       for (size_t i = 0; i < used; ++i) room += all[i].iov_len;
       const bool whole = room == left;  // only then the bytes behind it are the next frame's
-      if (whole) all[used++] = {buffer_.get(), kBufferBytes};
+      if (whole) all[used++] = {buffer_.get(), kTailBytes};
       placed = true;
       received = receive_into(all.data(), used);
       error = errno;
