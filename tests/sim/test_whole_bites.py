@@ -15,7 +15,7 @@ from mooncake_py.store import get, inventory, node_process, put
 from mooncake_py.store.placement_cache import PlacementCache
 from mooncake_py.wire.node import HoldReply
 
-SEEDS = 30
+SEEDS = 150  # some need misfortune of a kind that comes once in fifty
 
 
 def assert_found_out(words: str, first: int = 1) -> None:
@@ -52,7 +52,7 @@ def test_reader_stale_placements_that_are_not_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(get, "QUESTIONS_MAX", 0)
-    assert_found_out("is there and was not read", 13)
+    assert_found_out("is there and was not read", 47)
 
 
 def test_reader_bytes_that_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_reader_bytes_that_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_writer_own_attempts_that_are_taken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(put.BatchWriter, "_recognise", lambda *arguments: None)
-    assert_found_out("was refused, and is read", 347)
+    assert_found_out("was refused, and is read", 302)
 
 
 def test_node_objects_that_a_new_master_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ read now; and when the master commits a generation, the node's memory says whose
 
 Rules that are judged:
 * a reader gets a whole value, of a write of that key which nobody was told had failed for good;
-* what was acknowledged before a removal began is not read by a call that begins after the removal
-  was acknowledged;
+* what was acknowledged or read before a removal began is not read by a call that begins after the
+  removal was acknowledged;
 * what is committed is on a node: sealed, with its own bytes;
 * what was acknowledged and did not end by the catalog's word is there in the end, unless all nodes
   that had it were lost;
@@ -38,6 +38,7 @@ class Write:
     outcome: str = UNKNOWN
     dead_ms: int = -1  # a removal of it was acknowledged then
     generation: int = 0
+    seen_ms: int = -1  # somebody had read it then
     grouped: bool = False  # it ends with others
     # Somebody asked for its end, or for a successor: a master that does not know it yet, since its
     # record was lost and its node has not told, has no event for that.
@@ -72,7 +73,10 @@ class Ledger:
     def removed(self, key: str, begun_ms: int, now_ms: int) -> None:
         self.counts["removed"] += 1
         for write in self.writes:
-            if write.key == key and 0 <= write.ended_ms <= begun_ms and write.dead_ms < 0:
+            # A put that nobody knows the outcome of may come to be after the removal.
+            was_there = write.outcome == STORED_OK or 0 <= write.seen_ms <= begun_ms
+            ended = 0 <= write.ended_ms <= begun_ms
+            if write.key == key and was_there and ended and write.dead_ms < 0:
                 write.dead_ms = now_ms
 
     def of(self, key: str, data: bytes) -> Write:
@@ -83,9 +87,11 @@ class Ledger:
         assert data == write.value(), f"{key}: a torn value"
         return write
 
-    def judge_read(self, key: str, data: bytes, called_ms: int) -> None:
+    def judge_read(self, key: str, data: bytes, called_ms: int, now_ms: int) -> None:
         write = self.of(key, data)
         self.counts["read"] += 1
+        if write.seen_ms < 0:
+            write.seen_ms = now_ms
         assert write.outcome != REFUSED, f"{key}: write {write.number} was refused, and is read"
         assert not 0 <= write.dead_ms < called_ms, (
             f"{key}: write {write.number} was removed at {write.dead_ms}, and is read by a call of "

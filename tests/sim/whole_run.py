@@ -282,7 +282,7 @@ class User:
         calm = self.cluster.calm_since(begun_ms) and timeout_ms >= 2_000
         for key, outcome in zip(keys, outcomes, strict=True):
             if isinstance(outcome, bytes):
-                self.ledger.judge_read(key, outcome, begun_ms)
+                self.ledger.judge_read(key, outcome, begun_ms, self.world.now_ms)
                 continue
             self.ledger.counts[f"get: {type(outcome).__name__}"] += 1
             (generation, homes), (now, homes_now) = before[key], self.cluster.there(key)
@@ -463,7 +463,7 @@ class Simulation:
         assert len(found) == len(wanted), "the last reader has not come back"
         for key, data in zip(sorted(wanted), found, strict=True):
             assert isinstance(data, bytes), f"{key} is in the catalog and cannot be read: {data!r}"
-            self.cluster.ledger.judge_read(key, data, begun_ms)
+            self.cluster.ledger.judge_read(key, data, begun_ms, self.world.now_ms)
 
     def _read_all(self, keys: list[str]) -> list[Any]:
         clock = Clock(self.world, 77)
