@@ -32,6 +32,7 @@ def cases(seconds: float, full: bool, largest_mib: int) -> list[Case]:
     shapes = [(nbytes, count) for nbytes in SIZES for count in (1, 16, 128)] if full else [
         (4 << 10, 1), (4 << 10, 128), (64 << 10, 16), (1 << 20, 1), (64 << 20, 1),
     ]  # fmt: skip
+    shapes.sort(key=lambda shape: shape[0] * shape[1])  # if the time is too short, for the longest
     return [
         {"op": op, "nbytes": nbytes, "count": count, "threads": threads, "seconds": seconds}
         for nbytes, count in shapes
@@ -86,7 +87,7 @@ def name_of(case: Case) -> str:
 
 def table_of(rows: list[dict[str, Any]], kinds: list[str]) -> Table:
     table = Table("case", *kinds, "bars")
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row["nbytes"], row["count"], row["op"])):
         one_thread = next(
             (r["found"] for r in rows if row["threads"] > 1 and same(r, {**row, "threads": 1})),
             None,

@@ -14,8 +14,8 @@ from mooncake_py._native import _mooncake, ffi
 
 _NAME = "mooncake_py._native._held"
 
-# (engine, peer id, rows, timeout_ms) -> status; NOT_NOW: nothing was done, the call would wait
-transfer_now: Callable[[int, int, Any, int], int]
+# (engine, peer id, rows) -> status; NOT_NOW: nothing was done, the call would wait
+transfer_now: Callable[[int, int, Any], int]
 NOT_NOW = 1
 
 

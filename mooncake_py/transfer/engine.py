@@ -44,12 +44,8 @@ class TransferEngine(Handle):
         native, keep = native_options(self.options)
         out = ffi.new("mc_engine **")
         status = lib.mc_engine_open(native, out)
-        if status == lib.MC_E_OUT_OF_SPACE:  # not of the store, but of this process
-            raise OutOfSpace(
-                f"open engine: {last_error()}",
-                remedy="raise the limit of open files (ulimit -n), or close what is not needed",
-            )
-        check(status, "open engine", listen=self.options.listen)
+        if status != 0:
+            raise self._not_opened(status)
         del keep
         self.native: Any = ffi.gc(out[0], lib.mc_engine_close)
         self._number = number_of(self.native)
@@ -59,6 +55,22 @@ class TransferEngine(Handle):
         self.inbox = Inbox(self)
         if "rdma" in self.options.transports:
             self._tell_about_rdma()
+
+    def _not_opened(self, status: int) -> Exception:
+        words = last_error()
+        if status == lib.MC_E_OUT_OF_SPACE:  # not of the store, but of this process
+            return OutOfSpace(
+                f"open engine: {words}",
+                remedy="raise the limit of open files (ulimit -n), or close what is not needed",
+            )
+        if words.startswith("no RDMA here"):
+            return UsageError(
+                f"open engine: {words}",
+                remedy="make `ibv_devices` (of the package ibverbs-utils) list a device whose port"
+                ' is active, or name "tcp" among the transports, too, which is used until then',
+                transports=self.options.transports,
+            )
+        return failure(status, "open engine", listen=self.options.listen)
 
     def _tell_about_rdma(self) -> None:
         """No silent choice: the ports in use, or why it is tcp instead, are printed."""
@@ -130,7 +142,7 @@ class TransferEngine(Handle):
 
     def _transfer(self, peer: Peer, slices: Slices, timeout_ms: int) -> None:
         check_slices(slices)
-        status = transfer_now(self._number, peer.id, slices, timeout_ms)
+        status = transfer_now(self._number, peer.id, slices)
         if status == NOT_NOW:
             rows = slice_array(slices)
             status = lib.mc_transfer(self.native, peer.id, rows, len(slices), timeout_ms)

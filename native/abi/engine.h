@@ -125,8 +125,7 @@ int32_t mc_transfer(mc_engine *engine, uint64_t peer, mc_slice *slices, uint64_t
 
 /* The same for what is done in a few microseconds: a small copy within this host, in the calling
  * thread, which waits for nobody. 1: this is none; nothing has been done. */
-int32_t mc_transfer_now(mc_engine *engine, uint64_t peer, mc_slice *slices, uint64_t n,
-                        uint32_t timeout_ms);
+int32_t mc_transfer_now(mc_engine *engine, uint64_t peer, mc_slice *slices, uint64_t n);
 
 /* ---- messages ------------------------------------------------------------------------------------ */
 

@@ -8,18 +8,16 @@
 
 #include "mooncake/mooncake.h"
 
-/* (engine as a number, peer id, rows, timeout_ms) -> status, 1: nothing was done */
+/* (engine as a number, peer id, rows) -> status, 1: nothing was done */
 static PyObject *transfer_now(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     (void)self;
-    if (count != 4) return PyErr_Format(PyExc_TypeError, "4 arguments, not %zd", count);
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "3 arguments, not %zd", count);
     mc_engine *engine = PyLong_AsVoidPtr(given[0]);
     const uint64_t peer = PyLong_AsUnsignedLongLong(given[1]);
-    const unsigned long timeout_ms = PyLong_AsUnsignedLong(given[3]);
     Py_buffer rows;
     if (PyErr_Occurred() || PyObject_GetBuffer(given[2], &rows, PyBUF_WRITABLE) != 0) return NULL;
     const int32_t status = mc_transfer_now(engine, peer, rows.buf,
-                                           (uint64_t)rows.len / sizeof(mc_slice),
-                                           (uint32_t)timeout_ms);
+                                           (uint64_t)rows.len / sizeof(mc_slice));
     PyBuffer_Release(&rows);
     return PyLong_FromLong(status);
 }

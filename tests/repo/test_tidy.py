@@ -14,7 +14,7 @@ ALLOWED = (
     "mooncake_py/*.py", "mooncake_py/*.pyi", "mooncake_py/py.typed",
     "native/abi/*.h", "native/include/*.h", "native/src/*.h", "native/src/*.cc",
     "native/test/*.cc", "native/test/*.h", "native/test/run.sh",
-    "native/bench/*.cc", "native/README.md", "native/python/*.c",
+    "native/bench/*.cc", "native/README.md", "native/python/*.c", "tests/native/*.c",
     "proto/*.proto", "proto/generate.py",
     "compat/pyproject.toml", "compat/*.py",
     "deploy/*", "tests/*.py", "tests/repo/promises.toml", "tests/*/sentences.toml",

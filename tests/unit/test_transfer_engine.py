@@ -157,7 +157,8 @@ def test_opening_twice_is_one_connection() -> None:
             assert second.transport
 
 
-def test_a41_many_threads_that_open_at_once_all_get_there() -> None:
+def test_a41_sixty_four_engines_that_open_at_once_get_there_in_one_second() -> None:
+    """That is the deadline of each, and all begin together."""
     with listening() as there:
         engines = [TransferEngine(EngineOptions(transports=("tcp",))) for _ in range(64)]
         before = len(os.listdir("/proc/self/task"))
@@ -166,7 +167,7 @@ def test_a41_many_threads_that_open_at_once_all_get_there() -> None:
 
         def work(engine: TransferEngine) -> None:
             start.wait()
-            opened.append(engine.open(there.address, timeout_ms=MS).transport)
+            opened.append(engine.open(there.address, timeout_ms=1_000).transport)
 
         threads = [threading.Thread(target=work, args=(engine,)) for engine in engines]
         for thread in threads:

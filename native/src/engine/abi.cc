@@ -23,8 +23,7 @@ std::atomic<uint32_t> fork_generation{0};
 const int fork_watch = pthread_atfork(nullptr, nullptr, [] { ++fork_generation; });
 
 constexpr int kEndTries = 1000;
-constexpr uint64_t kNowBytes = 64 << 10, kNowSlices = 16;  // a few microseconds of copying
-constexpr int32_t kNotNow = 1;
+constexpr uint64_t kNowBytes = 64 << 10;  // a few microseconds of copying
 constexpr const char* kForked =
     "this engine was opened before fork(); open a new one in the child process";
 
@@ -67,6 +66,17 @@ int32_t call(mc_engine* engine, Use use) {
   }
   core->leave();
   return status;
+}
+
+// The beginning of every transfer: the slices are sound, and there is such a peer.
+template <typename Use>
+int32_t call_with(mc_engine* engine, uint64_t id, const mc_slice* slices, uint64_t n, Use use) {
+  return call(engine, [&](Engine& core) {
+    int32_t status = Batch::check(slices, n);
+    std::shared_ptr<Peer> peer;
+    if (status == MC_OK) status = core.find_peer(id, &peer);
+    return status == MC_OK ? use(core, *peer) : status;
+  });
 }
 
 int32_t copy_text(const std::string& text, char* out, uint64_t capacity) {
@@ -261,26 +271,22 @@ void mc_peer_unmap(uint64_t address, uint64_t nbytes) {
 
 int32_t mc_batch_submit(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n,
                         uint32_t timeout_ms, mc_batch** out) {
-  return call(engine, [&](Engine& core) {
-    int32_t status = Batch::check(slices, n);
-    std::shared_ptr<Peer> peer;
-    if (status == MC_OK) status = core.find_peer(id, &peer);
-    if (status != MC_OK) return status;
+  return call_with(engine, id, slices, n, [&](Engine& core, Peer& peer) {
     const auto batch = std::make_shared<Batch>(slices, n, timeout_ms);
     auto handle = std::make_unique<mc_batch>();
     handle->core = engine->core;
-    handle->endpoint = peer->endpoint;
+    handle->endpoint = peer.endpoint;
     handle->batch = batch;
-    core.track(batch, peer->endpoint);
+    core.track(batch, peer.endpoint);
     try {
-      peer->endpoint->submit(batch, false);
+      peer.endpoint->submit(batch, false);
     } catch (const std::bad_alloc&) {
-      end_batch(*peer->endpoint, batch, MC_E_OUT_OF_SPACE, "out of memory");
+      end_batch(*peer.endpoint, batch, MC_E_OUT_OF_SPACE, "out of memory");
     }
     if (!batch->done()) {
       core.loop().watch();  // nobody may come to wait for it
       handle->timer = core.loop().call_at(
-          batch->deadline(), [weak = std::weak_ptr(batch), endpoint = std::weak_ptr(peer->endpoint)] {
+          batch->deadline(), [weak = std::weak_ptr(batch), endpoint = std::weak_ptr(peer.endpoint)] {
             const auto late = weak.lock();
             const auto at = endpoint.lock();
             if (late && at && !late->done()) {
@@ -334,20 +340,16 @@ void mc_batch_close(mc_batch* batch) {
 
 int32_t mc_transfer(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n,
                     uint32_t timeout_ms) {
-  return call(engine, [&](Engine& core) {
-    int32_t status = Batch::check(slices, n);
-    std::shared_ptr<Peer> peer;
-    if (status == MC_OK) status = core.find_peer(id, &peer);
-    if (status != MC_OK) return status;
+  return call_with(engine, id, slices, n, [&](Engine& core, Peer& peer) {
     const auto batch = std::make_shared<Batch>(slices, n, timeout_ms);
-    core.track(batch, peer->endpoint);
+    core.track(batch, peer.endpoint);
     try {
-      peer->endpoint->submit(batch, true);
+      peer.endpoint->submit(batch, true);
     } catch (const std::bad_alloc&) {
-      end_batch(*peer->endpoint, batch, MC_E_OUT_OF_SPACE, "out of memory");  // what has begun, too
+      end_batch(*peer.endpoint, batch, MC_E_OUT_OF_SPACE, "out of memory");  // what has begun, too
     }
     if (!batch->done() && !batch->wait(core.loop(), batch->deadline())) {
-      end_batch(*peer->endpoint, batch, MC_E_TIMEOUT,
+      end_batch(*peer.endpoint, batch, MC_E_TIMEOUT,
                 "the transfer did not end before its deadline");
     }
     core.untrack(*batch);
@@ -355,28 +357,14 @@ int32_t mc_transfer(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n
   });
 }
 
-int32_t mc_transfer_now(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n,
-                        uint32_t timeout_ms) {
+int32_t mc_transfer_now(mc_engine* engine, uint64_t id, mc_slice* slices, uint64_t n) {
   uint64_t left = kNowBytes;
   for (uint64_t i = 0; i < n; ++i) {
     if (i == kNowSlices || slices[i].length > left) return kNotNow;
     left -= slices[i].length;
   }
-  return call(engine, [&](Engine& core) {
-    int32_t status = Batch::check(slices, n);
-    std::shared_ptr<Peer> peer;
-    if (status == MC_OK) status = core.find_peer(id, &peer);
-    if (status != MC_OK) return status;
-    const auto batch = std::make_shared<Batch>(slices, n, timeout_ms);
-    core.track(batch, peer->endpoint);
-    bool run = true;
-    try {
-      run = peer->endpoint->run_now(batch);
-    } catch (const std::bad_alloc&) {
-      end_batch(*peer->endpoint, batch, MC_E_OUT_OF_SPACE, "out of memory");
-    }
-    core.untrack(*batch);
-    return run ? outcome_of(*batch) : kNotNow;
+  return call_with(engine, id, slices, n, [&](Engine&, Peer& peer) {
+    return peer.endpoint->run_now({slices, n});
   });
 }
 

@@ -117,15 +117,16 @@ int32_t Engine::start_listening() {
 Engine::~Engine() { shutdown(); }
 
 bool Engine::enter() {
-  const std::lock_guard lock(mutex_);
-  if (closing_) return false;
-  ++calls_;
-  return true;
+  ++calls_;  // before the look: shutdown() says that it closes before it counts
+  if (!closing_) return true;
+  leave();
+  return false;
 }
 
 void Engine::leave() {
+  if (--calls_ > 0 || !closing_) return;
   const std::lock_guard lock(mutex_);
-  if (--calls_ == 0 && closing_) calls_left_.notify_all();
+  calls_left_.notify_all();
 }
 
 void Engine::shutdown() {

@@ -148,12 +148,11 @@ class Engine final : public Host, public std::enable_shared_from_this<Engine> {
   RegionTable regions_;
   MessageQueue queue_;
   std::vector<std::shared_ptr<Listener>> listeners_;
-  std::atomic<uint64_t> refused_{0}, next_correlation_{1}, strangers_{0}, fakes_{0};
+  std::atomic<uint64_t> refused_{0}, next_correlation_{1}, strangers_{0}, fakes_{0}, calls_{0};
+  std::atomic<bool> closing_{false};
 
   std::mutex mutex_;
   std::condition_variable calls_left_, opened_;
-  uint64_t calls_ = 0;
-  bool closing_ = false;
   uint64_t next_peer_ = 1;
   std::map<uint64_t, std::shared_ptr<Peer>> peers_;
   std::unordered_map<std::string, uint64_t> peer_by_address_;

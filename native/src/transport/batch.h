@@ -41,6 +41,12 @@ struct Part {
   uint64_t slices = 1;  // above 1: as many whole ones, from `slice` on
 };
 
+// All of one slice.
+inline Part whole_part(const mc_slice& slice, uint64_t i) {
+  return {i, 0, slice.op, slice.region, (slice.flags & MC_SLICE_CRC) != 0, slice.remote_offset,
+          slice.local, slice.length};
+}
+
 class Batch {
  public:
   // Its time counts from the first look at deadline(): a clock may be a system call, which the

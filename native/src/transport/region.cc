@@ -59,15 +59,7 @@ bool Region::all_mapped(uint64_t offset, uint64_t length) const {
 }
 
 void Region::slice(uint64_t offset, uint64_t length, std::vector<iovec>* out) const {
-  size_t i = static_cast<size_t>(
-      std::upper_bound(starts_.begin(), starts_.end(), offset) - starts_.begin() - 1);
-  for (; length > 0; ++i) {
-    const uint64_t skip = offset - starts_[i];
-    const uint64_t n = std::min(length, pieces_[i].nbytes - skip);
-    out->push_back({reinterpret_cast<void*>(pieces_[i].address + skip), n});
-    offset += n;
-    length -= n;
-  }
+  each_piece(offset, length, [out](const iovec& piece) { out->push_back(piece); });
 }
 
 int32_t Region::crc(const std::vector<iovec>& pieces, uint64_t nbytes, uint32_t* crc) const {

@@ -8,6 +8,7 @@
 
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -48,7 +49,20 @@ class Region {
   // True: the range is inside, `access` (MC_ACCESS_REMOTE_*) was offered, and raw memory is still
   // mapped there. Overflow-safe.
   bool allows(uint32_t access, uint64_t offset, uint64_t length) const;
-  // The memory of a range that allows() accepted, in order, appended to *out.
+  // Call use(iovec) with the memory of a range that allows() accepted, in order.
+  template <typename Use>
+  void each_piece(uint64_t offset, uint64_t length, Use use) const {
+    size_t i = static_cast<size_t>(
+        std::upper_bound(starts_.begin(), starts_.end(), offset) - starts_.begin() - 1);
+    for (; length > 0; ++i) {
+      const uint64_t skip = offset - starts_[i];
+      const uint64_t n = std::min(length, pieces_[i].nbytes - skip);
+      use(iovec{reinterpret_cast<void*>(pieces_[i].address + skip), n});
+      offset += n;
+      length -= n;
+    }
+  }
+  // The same, appended to *out.
   void slice(uint64_t offset, uint64_t length, std::vector<iovec>* out) const;
   // Continue *crc with the first `nbytes` of these pieces of ours. MC_E_ACCESS: raw, and gone.
   int32_t crc(const std::vector<iovec>& pieces, uint64_t nbytes, uint32_t* crc) const;

@@ -20,6 +20,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -86,6 +87,9 @@ struct EndpointNumbers {
   uint64_t bytes_in = 0, bytes_out = 0, queued_bytes = 0, in_flight = 0;
 };
 
+inline constexpr size_t kNowSlices = 16;
+inline constexpr int32_t kNotNow = 1;
+
 class Endpoint {
  public:
   virtual ~Endpoint() = default;
@@ -101,9 +105,10 @@ class Endpoint {
   // calling thread (until the batch's deadline); otherwise return soon. Never fails: what cannot
   // be done is reported into the batch.
   virtual void submit(const std::shared_ptr<Batch>& batch, bool blocking) = 0;
-  // Do all of it in the calling thread and wait for nobody. False: that cannot be, and nothing of it
-  // has begun.
-  virtual bool run_now(const std::shared_ptr<Batch>&) { return false; }
+  // Do all of it in the calling thread: no waiting, no memory, no system call where it can be helped.
+  // At most kNowSlices, which Batch::check() accepted; fills in their status and crc. The first
+  // failure's status, with its words; kNotNow: that cannot be, and nothing of it has begun.
+  virtual int32_t run_now(std::span<mc_slice>) { return kNotNow; }
   // Stop the batch: after it returned no local byte is written for it and it is finished with
   // `status`. Waits for copies that run, never for the peer.
   virtual void cancel(const std::shared_ptr<Batch>& batch, int32_t status, const char* reason) = 0;

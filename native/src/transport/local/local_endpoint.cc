@@ -60,9 +60,18 @@ void LocalEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
   own_.executor().run([self = shared_from_this(), batch] { self->run(batch); });
 }
 
-bool LocalEndpoint::run_now(const std::shared_ptr<Batch>& batch) {
-  run(batch);
-  return true;
+int32_t LocalEndpoint::run_now(std::span<mc_slice> slices) {
+  int32_t first = MC_OK;
+  for (size_t i = 0; i < slices.size(); ++i) {
+    uint32_t crc = 0;
+    const Part part = whole_part(slices[i], i);
+    const int32_t status = slices[i].status = move(part, &crc);
+    if (part.crc && status == MC_OK) slices[i].crc = crc;
+    if (status != MC_OK && first == MC_OK) {
+      first = fail(status, "slice %zu: %s", i, std::string(last_error()).c_str());
+    }
+  }
+  return first;
 }
 
 void LocalEndpoint::run(const std::shared_ptr<Batch>& batch) {
@@ -94,23 +103,23 @@ int32_t LocalEndpoint::move(const Part& part, uint32_t* out_crc) {
     host->refused();
     return fail(MC_E_ACCESS, "%s", kRefused);
   }
-  std::vector<iovec> pieces;
-  pin->slice(part.remote_offset, part.length, &pieces);
   uint64_t local = part.local;
   uint32_t crc = 0;
-  for (const iovec& piece : pieces) {
+  bool is_there = true;
+  pin->each_piece(part.remote_offset, part.length, [&](const iovec& piece) {
     const auto remote = reinterpret_cast<uint64_t>(piece.iov_base);
     const uint64_t to = reading ? local : remote, from = reading ? remote : local;
     if (pin->is_raw()) {
-      if (!copy_raw(to, from, piece.iov_len)) return fail(MC_E_ACCESS, "%s", kRefused);
-      if (part.crc) crc = mc_crc32c(reinterpret_cast<const void*>(local), piece.iov_len, crc);
+      is_there = is_there && copy_raw(to, from, piece.iov_len);
+      if (is_there && part.crc) crc = mc_crc32c(reinterpret_cast<const void*>(local), piece.iov_len, crc);
     } else if (part.crc) {
       crc = crc32c_concat(crc, mc_copy_crc32c(to, from, piece.iov_len), piece.iov_len);
     } else {
       copy_bytes(to, from, piece.iov_len);
     }
     local += piece.iov_len;
-  }
+  });
+  if (!is_there) return fail(MC_E_ACCESS, "%s", kRefused);
   *out_crc = crc;
   (reading ? bytes_in_ : bytes_out_) += part.length;
   return MC_OK;

@@ -39,7 +39,7 @@ class LocalEndpoint final : public Endpoint, public std::enable_shared_from_this
   std::string reason() const override { return "same process"; }
   EndpointNumbers numbers() const override;
   void submit(const std::shared_ptr<Batch>& batch, bool blocking) override;
-  bool run_now(const std::shared_ptr<Batch>& batch) override;
+  int32_t run_now(std::span<mc_slice> slices) override;
   void cancel(const std::shared_ptr<Batch>& batch, int32_t status, const char* reason) override;
   int32_t send(const MessageHead& head, const void* bytes, Deadline deadline) override;
   int32_t reply(uint64_t correlation, const void* bytes, uint32_t nbytes) override;

@@ -1,6 +1,7 @@
 #include "transport/shm/shm_endpoint.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "transport/copy.h"
@@ -11,6 +12,10 @@ namespace {
 constexpr uint64_t kGroupBytes = 1 << 20;   // copied between two looks at stop and deadline
 constexpr size_t kGroupParts = 128;
 constexpr uint64_t kInlineMax = 256 << 10;  // of an asynchronous batch, copied by its caller
+
+uint32_t access_for(uint32_t op) {
+  return op == MC_OP_READ ? MC_ACCESS_REMOTE_READ : MC_ACCESS_REMOTE_WRITE;
+}
 
 }  // namespace
 
@@ -130,19 +135,38 @@ void ShmEndpoint::submit(const std::shared_ptr<Batch>& batch, bool blocking) {
   host().executor().run([self, batch, regions] { self->run(batch, regions); });
 }
 
-// What is mapped already, at both ends of the copy.
-bool ShmEndpoint::run_now(const std::shared_ptr<Batch>& batch) {
-  if (is_closed() || (batch->writes() && has_late_writes())) return false;
-  Regions regions;
-  for (uint64_t i = 0; i < batch->count(); ++i) {
-    const mc_slice& slice = batch->slice(i);
-    std::shared_ptr<RemoteRegion>& region = regions[slice.region];
-    if (!region) region = known(slice.region);
-    if (!region || region->mapped() == nullptr) return false;
-    if (slice.op == MC_OP_WRITE && !region->writable()) return false;
+// What is mapped already. Nobody else knows of these slices, so that there is no batch to lock; and a
+// peer that has just ended left its memory in our mapping, so that nobody is asked whether it lives.
+int32_t ShmEndpoint::run_now(std::span<mc_slice> slices) {
+  std::array<std::shared_ptr<RemoteRegion>, kNowSlices> regions;  // of each slice
+  if (is_closed() || slices.size() > regions.size()) return kNotNow;
+  {
+    const std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < slices.size(); ++i) {
+      const auto found = regions_.find(slices[i].region);
+      if (found == regions_.end() || found->second->mapped() == nullptr) return kNotNow;
+      if (slices[i].op == MC_OP_WRITE && !found->second->writable()) return kNotNow;
+      regions[i] = found->second;
+    }
   }
-  run(batch, regions);
-  return true;
+  const bool writes = std::any_of(slices.begin(), slices.end(),
+                                  [](const mc_slice& one) { return one.op == MC_OP_WRITE; });
+  if (writes && has_late_writes()) return kNotNow;
+  int32_t status = MC_OK;
+  for (size_t i = 0; i < slices.size(); ++i) {
+    const Part part = whole_part(slices[i], i);
+    const Pin pin(regions[i]->shape());
+    Result result;
+    if (pin && pin->allows(access_for(part.op), part.remote_offset, part.length)) {
+      result = copy_mapped(*regions[i], part);
+    }
+    slices[i].status = result.status;
+    if (part.crc && result.status == MC_OK) slices[i].crc = result.crc;
+    if (result.status != MC_OK && status == MC_OK) {
+      status = fail(result.status, "slice %zu: %s", i, kRefused);
+    }
+  }
+  return status;
 }
 
 void ShmEndpoint::run(const std::shared_ptr<Batch>& batch, const Regions& regions) {
@@ -175,9 +199,7 @@ bool ShmEndpoint::copy_group(const std::shared_ptr<Batch>& batch, const Regions&
     const Part& part = group[i];
     RemoteRegion& region = *regions.at(part.region);
     const Pin& pin = pins.try_emplace(part.region, region.shape()).first->second;
-    const uint32_t access =
-        part.op == MC_OP_READ ? MC_ACCESS_REMOTE_READ : MC_ACCESS_REMOTE_WRITE;
-    if (!pin || !pin->allows(access, part.remote_offset, part.length)) continue;
+    if (!pin || !pin->allows(access_for(part.op), part.remote_offset, part.length)) continue;
     if (region.mapped() != nullptr) results[i] = copy_mapped(region, part);
     else if (region.readable()) results[i] = read_file(region, part);
     else by_process.push_back(i);

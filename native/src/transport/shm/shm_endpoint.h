@@ -30,7 +30,7 @@ class ShmEndpoint final : public StreamEndpoint {
   std::string reason() const override;
   EndpointNumbers numbers() const override;
   void submit(const std::shared_ptr<Batch>& batch, bool blocking) override;
-  bool run_now(const std::shared_ptr<Batch>& batch) override;
+  int32_t run_now(std::span<mc_slice> slices) override;
   int32_t map(uint32_t region, Deadline deadline, uint64_t* out_address,
               uint64_t* out_nbytes) override;
   void forget(const std::shared_ptr<Region>& region) override;

@@ -107,7 +107,10 @@ bool StreamEndpoint::any_late(const Lanes& lanes) {
                      [](const auto& lane) { return lane->parts().late() > 0; });
 }
 
-bool StreamEndpoint::has_late_writes() const { return any_late(lanes()); }
+bool StreamEndpoint::has_late_writes() const {
+  const std::lock_guard lock(lanes_mutex_);
+  return any_late(lanes_);
+}
 
 void StreamEndpoint::issue() {
   if (waiting_count_ == 0) return;
