@@ -1,8 +1,9 @@
 """Where calls wait for the owner of the catalog: bounded, liveness first, long calls last.
 
 A call that takes several steps, or is one step of a removal of all, waits behind the others (the
-former from its second step on), and gets one turn in `LONG_TURN` whatever else waits. So a short
-call waits for about one step of a long one, however many long ones there are, and none starves.
+former from its second step on), as does one of `LARGE_BYTES` (some four hundred keys), and gets one
+turn in `LONG_TURN` whatever else waits. So a short call waits for about one step of a long one,
+or for one large one, however many of these there are, and none starves.
 
 Sizes: at most `queue_calls_max` calls and `queue_bytes_max` bytes of data calls, and
 `urgent_calls_max` small calls beside them, so the memory of all waiting requests is bounded by
@@ -22,6 +23,7 @@ GRPC = "grpc"
 LANE = "lane"
 DOORS = (GRPC, LANE)
 LONG_TURN = 8
+LARGE_BYTES = 32 << 10
 
 
 class Call:
@@ -69,7 +71,7 @@ class Inbox:
         self._lock = threading.Lock()
         self._urgent: deque[Call] = deque()
         self._normal: deque[Call] = deque()
-        self._long: deque[Call] = deque()  # begun, and not through
+        self._long: deque[Call] = deque()  # begun and not through, or large
         self._turns = 0
         self._nbytes = 0
 
@@ -87,7 +89,8 @@ class Inbox:
                 or self._nbytes + len(call.payload) > limits.queue_bytes_max
             ):
                 return False
-            (self._long if call.begun else self._normal).append(call)
+            later = call.begun or len(call.payload) >= LARGE_BYTES
+            (self._long if later else self._normal).append(call)
             self._nbytes += len(call.payload)
             return True
 

@@ -16,7 +16,7 @@ import pytest
 
 from mooncake_py.clock import ManualClock
 from mooncake_py.errors import Backpressure, MasterUnavailable, MooncakeError
-from mooncake_py.master.inbox import GRPC, LONG_TURN, Call, Inbox, Limits
+from mooncake_py.master.inbox import GRPC, LARGE_BYTES, LONG_TURN, Call, Inbox, Limits
 from mooncake_py.master.metadata import Loaded
 from mooncake_py.master.owner import APPEND_BYTES, SLICE_MS, Bell, Owner
 from mooncake_py.master.service import Answer, Service
@@ -388,3 +388,15 @@ def test_a20_a33_a_short_call_waits_for_one_step_of_forty_long_ones_and_none_sta
     assert found.count(b"long") == 40
     assert inbox.empty()
     assert inbox.depth() == (0, 0)
+
+
+def test_a33_a_short_call_waits_for_one_large_one_of_forty() -> None:
+    inbox = Inbox(replace(LIMITS, queue_calls_max=200, queue_bytes_max=64 * LARGE_BYTES))
+    for _ in range(40):
+        assert inbox.put(Call(EXISTS, bytes(LARGE_BYTES), print, FOREVER_MS, GRPC))
+    assert inbox.put(Call(EXISTS, b"short", print, FOREVER_MS, GRPC))
+    taken = [inbox.take(), inbox.take()]
+    assert b"short" in [each.payload for each in taken if each is not None]
+    for _ in range(39):
+        assert inbox.take() is not None, "none is forgotten"
+    assert inbox.empty()
