@@ -19,7 +19,6 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -207,12 +206,18 @@ def find_instance(
     clock = clock or SystemClock()
     deadline_ms = clock.now_ms() + timeout_ms
     pause = threading.Event()
+    incomplete = False
     while True:
         left_ms = max(1, deadline_ms - clock.now_ms())
-        with suppress(MasterUnavailable):  # 404: not yet
+        try:
             found = _call("GET", _instance(url, name), None, left_ms)
             layout = KvLayout.from_json(found.get("layout"))
             return PrefillInstance(layout, tuple(found.get("addresses", ())))
+        except MasterUnavailable:  # 404: not yet
+            incomplete = True
+        except PeerUnreachable:  # or only in what was left of the time
+            if not incomplete or clock.now_ms() < deadline_ms:
+                raise
         if clock.now_ms() >= deadline_ms:
             raise PeerUnreachable("the instance is not complete at the bootstrap", instance=name)
         pause.wait(_POLL_S)
