@@ -326,7 +326,7 @@ def test_f64_a_deleted_prefix_of_etcd_keeps_what_is_on_disks_alone(
             client.put(key, value_of(key) * 40)
             until(lambda: _pending(masters.address) == 0, T, "the disk has caught up")
         stored = [key for key, is_there in zip(keys, client.exists(keys), strict=True) if is_there]
-        assert len(stored) > 150
+        assert len(stored) > 100, "twice what memory has room for"
         before = _cluster(masters.address)[0]
         everything = pb.DeleteRangeRequest(key=b"/mooncake/", range_end=b"/mooncake0")
         admin.txn([], [pb.RequestOp(request_delete_range=everything)], timeout_ms=T)

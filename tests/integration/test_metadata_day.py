@@ -44,6 +44,9 @@ class Day:
         self.snapshots = self._nbytes = 0
         self.sequence = store.append(self.catalog.begin_term(loaded.term, self.clock.now_ms()))
         self._do(Mount("n", 1, "n:1", 1, OBJECTS * extent_bytes(LENGTH), "n"))
+        self.clock.advance(SETTINGS.recovery_ms)  # a new log may be one cut short until then
+        self._do(Heartbeat("n", 1, next(iter(self.catalog.state.members.by_id))))
+        self._do(Tick())
 
     def _do(self, command: Command) -> object:
         applied = self.catalog.apply(command, self.clock.now_ms())

@@ -177,7 +177,9 @@ def test_a41_sixty_four_engines_that_open_at_once_get_there_in_one_second() -> N
         assert opened == ["tcp"] * len(engines)
         # No thread for a peer. (One of ours may still be on its way out.)
         assert len(os.listdir("/proc/self/task")) < before + len(engines) // 2
-        assert len(there.describe()["peers"]) == len(engines)
+        end = time.monotonic() + MS / 1000
+        while len(there.describe()["peers"]) < len(engines):  # its side may be later
+            assert time.monotonic() < end
         for engine in engines:
             engine.close()
 
