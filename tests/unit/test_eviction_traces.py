@@ -37,3 +37,12 @@ def test_f55_s3_fifo_hits_no_less_than_lru_on_a_published_trace(share: float) ->
     prompts = [request.hash_ids for request in read_trace(TRACE, 1_000)]
     capacity = int(share * len({page for prompt in prompts for page in prompt}))
     assert replay("s3fifo", prompts, capacity) >= replay("lru", prompts, capacity)
+
+
+def test_f55_s3_fifo_makes_room_for_what_comes_back_later_than_a_tenth_of_the_cache() -> None:
+    """Every page is asked for twice, a third of a cache later."""
+    capacity, rounds = 60, 1_500
+    prompts = [[page] for i in range(rounds) for page in (i, i - capacity // 3) if page >= 0]
+    lru, hits = replay("lru", prompts, capacity), replay("s3fifo", prompts, capacity)
+    assert lru > 0.9 * rounds
+    assert hits > 0.9 * lru, "with a tenth it would be next to none"
