@@ -13,7 +13,8 @@ from mooncake_py._native.check import check
 
 _POINTERS = ffi.typeof("char *[]")
 _PIECES = ffi.typeof("mc_piece[]")
-_DEREGISTER_MS = 10_000  # what runs ends by itself; a peer that does not answer is cut
+DEREGISTER_MS = 10_000  # a copy that runs ends by itself, in microseconds
+LET_GO_MS = 100  # for peers, at least: one that does not answer by then is cut
 
 
 def addresses_of(pointers: Sequence[Any]) -> NDArray[np.uint64]:
@@ -47,6 +48,10 @@ class Offer:
         self._engine = engine
         self.id = int(out[0])
 
-    def close(self) -> None:
-        """After it nobody reads these pieces any more."""
-        check(lib.mc_region_deregister(self._engine, self.id, _DEREGISTER_MS), "withdraw values")
+    def close(self, left_ms: int) -> None:
+        """After it nobody reads these pieces any more. left_ms: of the time of the call, in which a
+        peer that reads them has to let go; a peer that stands still costs no more than that."""
+        status = lib.mc_region_deregister(self._engine, self.id, max(LET_GO_MS, left_ms))
+        if status == lib.MC_E_TIMEOUT:  # peers are cut; a copy of our own is waited for
+            status = lib.mc_region_deregister(self._engine, self.id, DEREGISTER_MS)
+        check(status, "withdraw values")

@@ -237,7 +237,7 @@ class BatchWriter:
     def _write_reserved(self, job: PutJob, runs: Sequence[Reservations]) -> list[int]:
         """As `write`; codes that are not in _SETTLED mean that nothing was stored. The first run
         is for the first keys, and so on."""
-        with sources_of(job.pieces, job.sizes, self.regions, self._engine) as sources:
+        with sources_of(job.pieces, job.sizes, self.regions, self._engine, job.deadline) as sources:
             if len(runs) == 1:
                 codes, ended = self._put_at_once(runs[0], sources, job)
                 if ended:
@@ -369,7 +369,7 @@ class BatchWriter:
 
     def _pull_all(self, grants: Grants, job: PutJob) -> list[_Part]:
         parts = parts_of(grants)
-        with sources_of(job.pieces, job.sizes, self.regions, self._engine) as sources:
+        with sources_of(job.pieces, job.sizes, self.regions, self._engine, job.deadline) as sources:
             if len(grants.grants) == 1:
                 return [self._pull(grants.grants[0], sources, job, parts)]
             futures = [

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from mooncake_py._native import ffi
 from mooncake_py._native.offering import Offer, addresses_of
+from mooncake_py.clock import Deadline
 from mooncake_py.store.buffers import Pieces
 from mooncake_py.store.regions import RegionBook
 from mooncake_py.transfer import TransferEngine
@@ -45,6 +46,7 @@ class Sources:
     pieces: npt.NDArray[np.void] | None = None  # PULL_PIECE
     ends: npt.NDArray[np.int64] | None = None
     offer: Offer | None = None  # withdrawn when the call ends
+    deadline: Deadline | None = None  # of the call
 
     def of(
         self,
@@ -96,13 +98,25 @@ class Sources:
     def __exit__(self, *_: object) -> None:
         """Withdraw what was offered for this call."""
         if self.offer is not None:
-            self.offer.close()
+            self.offer.close(self.deadline.left_ms() if self.deadline is not None else 0)
 
 
 def sources_of(
+    pieces: Pieces,
+    sizes: Sequence[int],
+    regions: RegionBook,
+    engine: TransferEngine,
+    deadline: Deadline,
+) -> Sources:
+    """For a call with this deadline. Raises what registering raises."""
+    found = _sources_of(pieces, sizes, regions, engine)
+    found.deadline = deadline
+    return found
+
+
+def _sources_of(
     pieces: Pieces, sizes: Sequence[int], regions: RegionBook, engine: TransferEngine
 ) -> Sources:
-    """Raises what registering raises."""
     if len(sizes) == 1 and pieces.ends is None:
         one = _one(pieces.pointers[0], sizes[0], regions)
         if one is not None:

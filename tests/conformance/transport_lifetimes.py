@@ -17,6 +17,7 @@ from transport_far import COMMAND, ECHO, SILENCE, Far, pattern
 from transport_pair import MS, PART, Pair, PairedEngines, slices_for
 
 from mooncake_py._native.memory import address_of, crc32c
+from mooncake_py._native.offering import Offer
 from mooncake_py.errors import (
     AccessRefused,
     MooncakeError,
@@ -90,6 +91,25 @@ class LifetimeBattery(PairedEngines):
         assert took_s < 5
         assert two.near.describe()["regions"] == []
         again = two.near.open(two.address, timeout_ms=MS)  # the same, or anew when it was cut
+        assert again.request(ECHO, b"on", timeout_ms=MS) == b"on"
+
+    def test_f28_an_offer_for_a_call_that_is_over_does_not_wait_for_a_peer_that_stands_still(
+        self, two: Pair, place: str
+    ) -> None:
+        if place in ("thread", "hidden"):
+            pytest.skip("only a process that is ours can be stopped")
+        memory = pattern(PART, 5)
+        address, size = np.array([[memory.ctypes.data], [memory.size]], dtype=np.uint64)
+        offer = Offer(two.near.native, address, size)
+        assert two.tell("read_back", region=offer.id, nbytes=PART) == crc32c(memory)
+        os.kill(two.process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        offer.close(0)
+        took_s = time.monotonic() - began
+        os.kill(two.process.pid, signal.SIGCONT)
+        assert took_s < 5, "it would wait for ten seconds otherwise"
+        assert two.near.describe()["regions"] == []
+        again = two.near.open(two.address, timeout_ms=MS)
         assert again.request(ECHO, b"on", timeout_ms=MS) == b"on"
 
     def test_a_busy_interpreter_does_not_hold_up_peers(self, two: Pair) -> None:
