@@ -3,9 +3,8 @@ paid."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from catalog_model import check_invariants
+from seeds import Outcome, run_seed
 from sim_client import Client
 from sim_history import History
 from sim_master import Master
@@ -23,14 +22,6 @@ SETTINGS = CatalogSettings(
     hot_factor=2, stripe_min_bytes=1 << 10, offload_ms=700, events_max=1 << 10,
     evict_low_ratio=0.85, offload_ahead_ratio=0.84,
 )  # fmt: skip
-
-
-@dataclass
-class Outcome:
-    seed: int
-    steps: int
-    counts: dict[str, int]
-    trace: list[str]
 
 
 class Simulation:
@@ -183,12 +174,4 @@ class Simulation:
 
 def simulate(seed: int, length_ms: int = 6_000) -> Outcome:
     """Run one seed; an AssertionError carries the seed and the last events."""
-    simulation = Simulation(seed)
-    try:
-        return simulation.run(length_ms)
-    except AssertionError as error:
-        lines = "\n".join(simulation.world.trace[-25:])
-        raise AssertionError(
-            f"seed {seed} at {simulation.world.now_ms} ms: {error}\n"
-            f"again: python -m tests.sim {seed}\n{lines}"
-        ) from error
+    return run_seed(Simulation(seed), length_ms, "")

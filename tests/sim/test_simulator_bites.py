@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import seeds
 from sim_run import simulate
 
 from mooncake_py.master import (
@@ -28,20 +29,7 @@ SEEDS = 40
 
 
 def assert_found_out(words: str) -> None:
-    for seed in range(1, SEEDS + 1):
-        fault = fault_of(seed)
-        if fault is not None:
-            assert words in fault
-            return
-    pytest.fail(f"{SEEDS} seeds did not notice")
-
-
-def fault_of(seed: int) -> str | None:
-    try:
-        simulate(seed)
-    except (AssertionError, KeyError) as error:
-        return str(error)
-    return None
+    seeds.assert_found_out(simulate, range(1, SEEDS + 1), words)
 
 
 def test_space_of_a_revoked_put_that_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

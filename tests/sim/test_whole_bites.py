@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import seeds
 from whole_run import simulate_whole
 
 from mooncake_py.master import owner, unsealer
@@ -20,20 +21,9 @@ SEEDS = 150  # some need misfortune of a kind that comes once in fifty
 
 def assert_found_out(words: str, first: int = 1) -> None:
     """From a seed on that is known to notice, so that it is found soon."""
-    for seed in range(first, first + SEEDS):
-        fault = fault_of(seed)
-        if fault is not None:
-            assert words in fault
-            return
-    pytest.fail(f"{SEEDS} seeds did not notice")
-
-
-def fault_of(seed: int) -> str | None:
-    try:
-        simulate_whole(seed, 8_000)
-    except AssertionError as error:
-        return str(error)
-    return None
+    seeds.assert_found_out(
+        lambda seed: simulate_whole(seed, 8_000), range(first, first + SEEDS), words
+    )
 
 
 def test_placement_cache_rows_that_are_learnt_for_another_key(

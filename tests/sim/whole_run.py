@@ -6,9 +6,9 @@ from __future__ import annotations
 import ctypes
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from seeds import Outcome, run_seed
 from sim_world import Script, Sleep, Weather, World
 from whole_ledger import REFUSED, STORED_OK, UNKNOWN, Ledger, Watched
 from whole_net import MASTER, Net
@@ -38,14 +38,6 @@ SEGMENT_BYTES = 64 << 10
 SLACK_MS = 1_500  # of a call's deadline: what is tried although the time is over
 PEACE_MS = 12_000  # after which nothing is owed any more
 CALM_MS = 2_500  # without trouble for so long, everything works
-
-
-@dataclass
-class Outcome:
-    seed: int
-    steps: int
-    counts: dict[str, int]
-    trace: list[str]
 
 
 class Cluster:
@@ -473,12 +465,4 @@ class Simulation:
 
 def simulate_whole(seed: int, length_ms: int = 12_000) -> Outcome:
     """Run one seed; an AssertionError carries the seed and the last events."""
-    simulation = Simulation(seed)
-    try:
-        return simulation.run(length_ms)
-    except AssertionError as error:
-        lines = "\n".join(simulation.world.trace[-25:])
-        raise AssertionError(
-            f"seed {seed} at {simulation.world.now_ms} ms: {error}\n"
-            f"again: python -m tests.sim whole {seed}\n{lines}"
-        ) from error
+    return run_seed(Simulation(seed), length_ms, "whole ")
