@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,6 +164,22 @@ def ls(prefix: str, tenant: str, master: str, timeout_ms: int, as_json: bool) ->
         for found in store.list(prefix):
             row = {"key": found.key, "nbytes": found.nbytes, "replicas": found.replicas}
             answer(as_json, row, f"{found.nbytes:>14,}  {found.replicas}  {shown(found.key)}")
+
+
+@cli.command()
+@click.argument("key")
+@tenant_option
+@master_option
+@timeout_option
+@json_option
+def locate(key: str, tenant: str, master: str, timeout_ms: int, as_json: bool) -> None:
+    """Say on which nodes the object under KEY is, and by which way this host reads it; then read it
+    once and show what each step took. Exit code 3 when there is none, 1 when none can be read."""
+    with StoreClient(master, tenant=tenant, timeout_ms=timeout_ms) as store:
+        found = store.explain(key)
+    answer(as_json, asdict(found), str(found))
+    if found.used < 0:
+        sys.exit(EXIT_FAILURE if found.replicas else EXIT_ABSENT)
 
 
 def shown(key: str) -> str:

@@ -65,6 +65,33 @@ def test_absent_objects_have_an_exit_code_of_their_own(at: tuple[str, str]) -> N
     assert mooncake("exists", "cli/present", *at).returncode == OK
 
 
+def test_f47_locate_says_where_an_object_is_and_how_it_is_read(at: tuple[str, str]) -> None:
+    mooncake("put", "cli/where", *at, stdin=b"four")
+    done = mooncake("locate", "cli/where", "--json", *at)
+    assert done.returncode == OK
+    found = json.loads(done.stdout)
+    (replica,) = found["replicas"]
+    assert (found["nbytes"], found["outcome"], found["used"]) == (4, "readable", 0)
+    assert replica["way"] == "mapped"
+    text = mooncake("locate", "cli/where", *at).stdout.decode()
+    assert f"read {replica['node']} 127.0.0.1:" in text
+    assert "by mapped" in text
+    absent = mooncake("locate", "cli/nowhere", *at)
+    assert absent.returncode == ABSENT
+    assert b"'cli/nowhere': no replica" in absent.stdout
+
+
+# What is no answer of one value: bytes, tables while they fill, and a group of commands.
+NO_JSON = {"get", "bench"}
+
+
+def test_f47_every_command_answers_in_json_if_asked_and_explains_itself() -> None:
+    for name, command in cli.commands.items():
+        options = {word for each in command.params for word in each.opts}
+        assert ("--json" in options) != (name in NO_JSON), name
+        assert command.help, name
+
+
 def test_ls_and_rm(at: tuple[str, str]) -> None:
     for key in ("cli/ls/1", "cli/ls/2"):
         mooncake("put", key, *at, stdin=b"four")
