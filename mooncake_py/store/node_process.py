@@ -104,6 +104,7 @@ class Node:
             ) from None
         stack.callback(self._engine.close)
         port = self._engine.address.rpartition(":")[2]
+        began_ms = self._clock.now_ms()
         self._file = self._open_file(stack)
         former_name = self._file.identity.node if self._file else ""
         self.name = settings.name or former_name or f"{socket.gethostname()}:{port}"
@@ -114,6 +115,7 @@ class Node:
             self._adopt(self._file)
         self._region = self._engine.register(self._memory, access="read")
         stack.callback(self._region.close)
+        self._say_how_long(self._clock.now_ms() - began_ms)
         self._pulls = PullHandler(self._engine, self._segment, self._master_time)
         stack.callback(self._pulls.close)
         self._holds = HoldHandler(self._engine, self._segment)
@@ -155,6 +157,13 @@ class Node:
         )
         stack.callback(memory.close)
         return memory
+
+    def _say_how_long(self, took_ms: int) -> None:
+        gib = self._memory.nbytes / (1 << 30)
+        log.info(
+            "%.1f GiB of memory are mapped and registered, after %d ms (%.1f GiB a second)",
+            gib, took_ms, gib / max(1, took_ms) * 1e3,
+        )  # fmt: skip
 
     def _adopt(self, file: SegmentFile) -> None:
         """What a former process left in the file is ours from now on."""

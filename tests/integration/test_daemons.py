@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -95,6 +96,13 @@ def test_a_signal_is_a_clean_stop(launch: Callable[..., Daemon], ending: signal.
         os.kill(daemon.child.pid, ending)
         assert daemon.child.wait(15_000) == 0
         assert "Traceback" not in daemon.child.complaint()
+
+
+def test_a76_a_node_says_how_long_its_memory_took(launch: Callable[..., Daemon]) -> None:
+    master = start_master(launch)
+    node = start_node(launch, master.fields["grpc"], "--segment-bytes", "256MiB")
+    line = r"0\.2 GiB of memory are mapped and registered, after \d+ ms \(\d+\.\d GiB a second\)"
+    assert re.search(line, node.child._stderr_path.read_text())
 
 
 def test_a_node_that_leaves_is_forgotten_at_once(launch: Callable[..., Daemon]) -> None:

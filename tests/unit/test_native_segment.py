@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -59,6 +61,30 @@ def bench() -> Iterator[Bench]:
     yield Bench(base, segment)
     segment.close()
     memory.memory_close(base, nbytes, fd)
+
+
+def test_a76_memory_is_touched_in_advance_and_other_threads_run_meanwhile() -> None:
+    turns, done = 0, threading.Event()
+    opened: list[tuple[int, int, int]] = []
+
+    def open_it() -> None:
+        opened.append(memory.memory_open(64 << 20, "test-large"))
+        done.set()
+
+    thread = threading.Thread(target=open_it)
+    thread.start()
+    while not done.wait(0.0001):
+        turns += 1
+    thread.join()
+    ((base, nbytes, fd),) = opened
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    view = np.frombuffer(ffi.buffer(ffi.cast("char *", base), nbytes), np.uint8)
+    view[::4096] = 1
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    del view
+    memory.memory_close(base, nbytes, fd)
+    assert turns >= 3, "64 MiB take some ten milliseconds"
+    assert faults < nbytes // 4096 // 50, "of 16,384 pages"
 
 
 def row(offset: int, length: int, generation: int, expires_ms: int = NOW + 100) -> npt.NDArray:

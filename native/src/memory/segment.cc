@@ -4,7 +4,7 @@
 // kernel's out-of-memory killer. So before anything is touched the size is compared with what the
 // machine and the control groups have left, and again before every step of the allocation, which
 // fallocate proves page by page. Pages are mapped in advance too (2.5 us a page otherwise, in the
-// middle of somebody's put), by two threads: one cannot keep up with the kernel's zeroing.
+// middle of somebody's put), by several threads: one cannot keep up with the kernel's zeroing.
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -22,6 +23,7 @@
 #include <limits>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "base/abi.h"
 
@@ -35,6 +37,7 @@ constexpr uint64_t kMargin = 32 << 20;  // left to the rest of the machine
 constexpr uint64_t kUnknown = std::numeric_limits<uint64_t>::max();
 constexpr uint64_t kLargest = uint64_t{1} << 46;
 constexpr size_t kNameMax = 200;
+constexpr uint64_t kPopulatorsMax = 8;
 
 // The number after `name` in a file of "name number" lines; `name` empty: the first number.
 uint64_t number_in(const std::string& path, const std::string& name) {
@@ -160,13 +163,21 @@ class Mapping {
   }
 
   int32_t populate() {
-    const uint64_t half = nbytes_ / 2 / kHugePage * kHugePage;
-    int32_t first = MC_OK;
-    std::thread helper;
-    if (half > 0) helper = std::thread([&] { first = populate_part(0, half); });
-    const int32_t second = populate_part(half, nbytes_ - half);
-    if (helper.joinable()) helper.join();
-    return first != MC_OK ? first : second;
+    const uint64_t cores = std::max(1U, std::thread::hardware_concurrency());
+    const uint64_t pieces = (nbytes_ + kHugePage - 1) / kHugePage;
+    const uint64_t parts = std::min({cores, kPopulatorsMax, pieces});
+    const uint64_t each = (pieces + parts - 1) / parts * kHugePage;
+    std::atomic<int32_t> status = MC_OK;
+    auto run = [&](uint64_t at) {
+      const int32_t result = populate_part(at, std::min(each, nbytes_ - at));
+      if (result != MC_OK) status = result;
+    };
+    {
+      std::vector<std::jthread> helpers;
+      for (uint64_t at = each; at < nbytes_; at += each) helpers.emplace_back(run, at);
+      run(0);
+    }
+    return status;
   }
 
   int32_t populate_part(uint64_t at, uint64_t nbytes) {
