@@ -50,6 +50,7 @@ class MasterSettings:
     urgent_calls_max: int = 256  # waiting heartbeats, mounts, status calls; a queue of their own
     message_bytes_max: int = 32 << 20  # longest request accepted
     call_ms_max: int = 30_000  # a call without a deadline of its own gets this one
+    tell_ms: int = 200  # what a node may take to hear of a removal before it is told again
     commit_bytes_max: int = 64 << 20  # records waiting for the disk; beyond it: Backpressure
     commit_linger_ms: int = 5  # records that nobody waits for are collected this long
     commit_retry_ms: int = 500  # between attempts while the metadata store refuses writes
@@ -76,6 +77,7 @@ class MasterSettings:
             "queue_calls_max",
             "urgent_calls_max",
             "call_ms_max",
+            "tell_ms",
             "commit_retry_ms",
             "start_ms",
             "stop_ms",

@@ -166,7 +166,7 @@ class Reign:
             )
         )
         stack.callback(engine.close)
-        self._unsealer = Unsealer(engine, self._setup.clock)
+        self._unsealer = Unsealer(engine, self._setup.clock, settings.tell_ms)
         stack.callback(self._unsealer.close)
         return LaneDoor(engine, settings.call_ms_max, self._setup.clock, traffic), engine.address
 

@@ -10,10 +10,10 @@ when its record is durable and each node has said that it has unsealed what it h
 leases of that have ended. Both are at work at once, and a node is usually faster than a disk.
 
 * What nobody has a lease of nobody reads. Its node is told as well, since nodes are believed when
-  records are lost; but one that does not answer within `TELL_MS` is left to the heartbeats.
+  records are lost; but one that does not answer within `tell_ms` is left to the heartbeats.
 * What somebody may read is told again, by a thread of its own, until it is told or over. A node
-  that is silent costs others `TELL_MS` once and then nothing for `DEAF_MS`: orders for it go to
-  that thread at once. What can be told to nobody (the node is lost or away, there is no lane)
+  that is silent costs others `tell_ms` once and then nothing for five times that: orders for it go
+  to that thread at once. What can be told to nobody (the node is lost or away, there is no lane)
   waits for the lease.
 * Whoever would have to wait beyond `give_up_ms` is answered an error then, which names the nodes
   and the time: the objects are not in the catalog any more and may be read for so long. Asking
@@ -43,8 +43,6 @@ from mooncake_py.wire.rows import EXTENT, REPLICA
 log = logging.getLogger(__name__)
 
 TELL_MS = 200
-AGAIN_MS = 500  # likewise when told again: a slow disk may need that long
-DEAF_MS = 1_000
 WAITING_MAX = 1_024  # pushes; more are left to the heartbeats
 _PEERS_MAX = 1_024
 _AGAIN_S = 0.02  # between two rounds of those that are told again, and two looks at the clock
@@ -164,8 +162,11 @@ class Unsealer:
     """`push` and `take_told` are for the owner thread; `close` for the process. Without an engine
     leases are waited for."""
 
-    def __init__(self, engine: TransferEngine | None, clock: Clock) -> None:
+    def __init__(self, engine: TransferEngine | None, clock: Clock, tell_ms: int = TELL_MS) -> None:
+        """tell_ms: what a node may take to answer. When it is told again, two and a half times
+        that: a slow disk may need as long."""
         self._clock = clock
+        self._deaf_ms = 5 * tell_ms
         self._changed = threading.Condition()
         self._waiting: list[_Push] = []
         self._again: dict[_Waits, None] = {}  # in the order of their coming
@@ -174,7 +175,7 @@ class Unsealer:
         self._closing = self._first_ended = False
         self._deaf: dict[tuple[str, int], int] = {}  # (address, segment id) -> until ms
         self._told: deque[tuple[int, list[int]]] = deque()
-        self._first, self._second = _Teller(engine, TELL_MS), _Teller(engine, AGAIN_MS)
+        self._first, self._second = _Teller(engine, tell_ms), _Teller(engine, tell_ms * 5 // 2)
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in (
@@ -285,7 +286,7 @@ class Unsealer:
             why = self._first.tell(address, segment_id, secret, rows)
             if why:
                 log.debug("%s was not told of a removal: %s", address, why)
-                self._deaf[address, segment_id] = now_ms + DEAF_MS
+                self._deaf[address, segment_id] = now_ms + self._deaf_ms
                 continue
             for order in orders:
                 told.add(id(order))

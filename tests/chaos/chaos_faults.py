@@ -250,9 +250,10 @@ class Faults:
         return lambda: self.world.set_clock(name, 0)
 
     def _fill(self, step: Step, names: list[str]) -> Undo:
-        """Until the file system says that it is full."""
+        """Until the file system says that it is full. Never one that others use, too."""
         folder = self.world.database
         assert folder is not None
+        assert folder.is_mount(), "the database has no file system of its own"
         self.supervised.update(names)  # one that starts now says so and ends
         ballast = folder / "ballast"
         with ballast.open("wb", buffering=0) as file:

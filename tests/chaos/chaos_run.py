@@ -40,8 +40,6 @@ STALE = (LEASE_MS + 2 * SUSPECT_MS + 1_000 * SLOW) * 1_000_000
 ALLOWED = Allowed(STALE, Allowed().young * SLOW, Allowed().slack_ms * SLOW, Allowed().leased * SLOW)
 EVICTIONS = ("evict",)
 DAMAGED = "damaged on every replica"
-# A node has 200 ms to hear of a removal, however slow the machine is; the error says what follows.
-NOT_TOLD = "what was to be removed is in the catalog no more, but"
 
 
 @dataclass(slots=True)
@@ -145,7 +143,7 @@ class Run:
         self._until(_now_ms() + QUIET_MS)
         for name, code in self.world.stop_clients().items():
             if code:
-                self._complain("crash", name, f"exit code {code}")
+                self._complain("crash", name, f"exit code {code}: {self.world.last_words(name)}")
 
     def _state(self) -> str:
         try:
@@ -234,7 +232,6 @@ class Run:
             if o.began > self._quiet_since
             and o.outcome == "error"
             and not (o.key in flipped and DAMAGED in o.note)
-            and not (SLOW > 1 and o.kind == "remove" and NOT_TOLD in o.note)
         ]
 
 

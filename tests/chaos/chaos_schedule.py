@@ -31,6 +31,7 @@ class Shape:
     client_count: int = 3
     network: bool = False  # every process on a host of its own
     clocks: bool = False  # libfaketime is there
+    fills: bool = False  # the embedded database is on a small file system of its own
     segment_mib: int = 64
     streams: bool = False  # the nodes fill up, so objects are evicted
     disk_mib: int = 0  # each node has a disk tier of this size; 0: none
@@ -174,6 +175,7 @@ def _groups(shape: Shape) -> dict[str, Sequence[Maker]]:
         groups["etcd"] = (_kill_etcd, _stop_etcd, _stop_majority)
     else:
         groups["masters"] = (_kill_master, _kill_master, _wipe)
+    if shape.fills:
         groups["disk"] = (_fill,)
     if shape.network:
         groups["network"] = (_cut, _cut, _delay)

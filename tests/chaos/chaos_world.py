@@ -31,6 +31,7 @@ LEASE_MS, DEAD_MS, SUSPECT_MS = 2_000 * SLOW, 4_000 * SLOW, 1_000 * SLOW
 MASTER_SETTINGS = (
     f"lease_ms={LEASE_MS}", f"dead_ms={DEAD_MS}", f"suspect_ms={SUSPECT_MS}",
     f"grant_ttl_ms={4_000 * SLOW}", f"grant_margin_ms={1_000 * SLOW}", f"doubt_ms={1_000 * SLOW}",
+    f"tell_ms={200 * SLOW}", f"start_ms={30_000 * SLOW}",
     "events_max=200000",
 )  # fmt: skip
 
@@ -44,6 +45,8 @@ class World:
         self.ready_at: dict[str, int] = {}  # ns; absent while a process is not ready
         self.events: list[tuple[int, str]] = []  # lines of the masters
         self._seed = seed
+        if SLOW > 1:  # a node has no option for it
+            os.environ["MOONCAKE_NODE_START_MS"] = str(30_000 * SLOW)
         self.database = database
         self._children: dict[str, Child] = {}
         self._lives: dict[str, int] = {}
@@ -186,7 +189,12 @@ class World:
         """Ask them to end; their exit codes."""
         for name in self.names("c"):
             self._children[name].ask_to_stop()
-        return {name: self._children[name].wait(15_000) for name in self.names("c")}
+        return {name: self._children[name].wait(15_000 * SLOW) for name in self.names("c")}
+
+    def last_words(self, name: str) -> str:
+        """The end of what it wrote to standard error."""
+        path = self.folder / f"{name}-{self._lives[name]}.stderr"
+        return path.read_text(errors="replace")[-1_500:]
 
     def casualties(self) -> dict[str, str]:
         """Processes that have ended though nobody killed them, with their last words."""

@@ -13,7 +13,7 @@ import pytest
 from mooncake_py.clock import ManualClock
 from mooncake_py.errors import NodeDraining, TransferTimeout
 from mooncake_py.master.lease import LEASE_MARGIN_MS
-from mooncake_py.master.unsealer import DEAF_MS, WAITING_MAX, Both, Order, Unsealer
+from mooncake_py.master.unsealer import TELL_MS, WAITING_MAX, Both, Order, Unsealer
 from mooncake_py.transfer import TransferEngine
 from mooncake_py.wire.node import HoldReply
 from mooncake_py.wire.rows import EXTENT
@@ -29,6 +29,7 @@ class PlayedEngine:
         self.silent: set[tuple[str, int]] = set()
         self.refuses: set[tuple[str, int]] = set()
         self.asked: list[tuple[str, int]] = []
+        self.patience_ms: list[int] = []
         self.refused = threading.Event()
 
     def open(self, address: str, timeout_ms: int) -> PlayedPeer:
@@ -43,6 +44,7 @@ class PlayedPeer:
         engine = self._engine
         place = (self._address, int.from_bytes(payload[:8], "little"))
         engine.asked.append(place)
+        engine.patience_ms.append(timeout_ms)
         if place in engine.silent:
             engine.refused.set()
             raise TransferTimeout("silence")
@@ -144,6 +146,20 @@ def test_what_nobody_reads_is_left_to_the_heartbeats(
     assert engine.asked == [("a", 1)], "it is spared for a while"
 
 
+def test_a_slow_node_may_be_given_more_time_each_time(
+    engine: PlayedEngine, clock: ManualClock
+) -> None:
+    unsealer = Unsealer(cast("TransferEngine", engine), clock, tell_ms=1_000)
+    engine.silent.add(("a", 1))
+    ends = push(unsealer, order(until_ms=NEVER_MS))
+    assert engine.refused.wait(PATIENCE_S)
+    engine.silent.clear()
+    assert ends.get(timeout=PATIENCE_S) == 0
+    unsealer.close()
+    assert engine.patience_ms[0] == 1_000
+    assert set(engine.patience_ms[1:]) == {2_500}
+
+
 def test_a08_a_silent_part_of_a_node_silences_no_other(
     unsealer: Unsealer, engine: PlayedEngine, clock: ManualClock
 ) -> None:
@@ -151,7 +167,7 @@ def test_a08_a_silent_part_of_a_node_silences_no_other(
     assert push(unsealer, order("a", 2)).get(timeout=PATIENCE_S) == 0
     assert push(unsealer, order("a", 1)).get(timeout=PATIENCE_S) == 0
     assert engine.asked == [("a", 2), ("a", 1)]
-    clock.advance(DEAF_MS)
+    clock.advance(5 * TELL_MS)
     push(unsealer, order("a", 2)).get(timeout=PATIENCE_S)
     assert engine.asked[-1] == ("a", 2)
 
