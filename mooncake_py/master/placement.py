@@ -21,13 +21,16 @@ from mooncake_py.model import ReplicaPolicy
 _MASK64 = (1 << 64) - 1
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX generator
 _INCREMENT = 1442695040888963407
+FREE = "free"  # of two that are drawn the one with the larger free share
+RANDOM = "random"  # whichever is drawn
+CHOICES = (FREE, RANDOM)
 _RUN = 16  # keys that follow each other onto one segment: few messages, yet spread
 
 
 class Placer:
     """Finds extents for the keys of one put start."""
 
-    __slots__ = ("_handicaps", "_random", "_tiers")
+    __slots__ = ("_by_free_share", "_handicaps", "_random", "_tiers")
 
     def __init__(
         self,
@@ -36,8 +39,10 @@ class Placer:
         host_id: str,
         random: int,
         handicaps: dict[int, int] | None = None,
+        choice: str = FREE,
     ) -> None:
         """`handicaps`: of 256 draws against an old segment this one (by index) loses so many."""
+        self._by_free_share = choice == FREE
         self._handicaps = handicaps or {}
         self._random = (random ^ _INCREMENT) & _MASK64
         left = list(segments)
@@ -115,7 +120,7 @@ class Placer:
         return -1
 
     def _draw(self, segments: list[Segment]) -> Segment:
-        """Of two random ones the one with the larger free share."""
+        """Of two random ones the one with the larger free share, or the first."""
         self._random = number = (self._random * _MULTIPLIER + _INCREMENT) & _MASK64
         count = len(segments)
         one = segments[(number >> 33) % count]
@@ -125,6 +130,8 @@ class Placer:
             theirs = self._handicaps.get(other.index, 0)
             if bool(mine) != bool(theirs) and number & 255 < mine + theirs:
                 return other if mine else one
+        if not self._by_free_share:
+            return one
         a, b = one.allocator, other.allocator
         return one if a.free * b.units >= b.free * a.units else other
 

@@ -98,7 +98,10 @@ class _PutStart:
         segments = state.members.placeable
         self.policy = command.policy
         young = handicaps(segments, state.settings.slow_start_ms, now_ms)
-        self.placer = Placer(segments, command.policy, command.host_id, command.random, young)
+        self.placer = Placer(
+            segments, command.policy, command.host_id, command.random, young,
+            state.settings.placement,
+        )  # fmt: skip
         self.capacity = sum(each.allocator.units for each in segments)
         self.largest = max((each.allocator.units for each in segments), default=0)
         high = int(self.capacity * state.settings.evict_high_ratio)

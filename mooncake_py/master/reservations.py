@@ -100,7 +100,10 @@ def _find_places(
     if count <= 0:
         return []
     young = handicaps(segments, state.settings.slow_start_ms, now_ms)
-    placer = Placer(segments, ReplicaPolicy(), command.host_id, command.random, young)
+    placer = Placer(
+        segments, ReplicaPolicy(), command.host_id, command.random, young,
+        state.settings.placement,
+    )  # fmt: skip
     return placer.many(units, count)
 
 

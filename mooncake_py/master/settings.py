@@ -31,6 +31,7 @@ class CatalogSettings:
     offload_ms: int = 30_000  # a disk that has not reported a copy by then has not made it
     disk_away_ms: int = 86_400_000  # a disk without its node is remembered for this long
     eviction: str = "lru"  # or "s3fifo" or "cost" (eviction.py, s3fifo.py, worth.py)
+    placement: str = "free"  # or "random", see placement.py
     spare_ms: int = 1_000  # for so long a new object is not evicted while all older ones are leased
     soft_pin_max_ms: int = 3_600_000  # longest soft pin; longer wishes are cut to it
     hard_pin_max_ratio: float = 0.5  # of the cluster's bytes; more hard pins are refused
@@ -58,6 +59,8 @@ class CatalogSettings:
         """Raise `UsageError` naming the two settings that contradict each other."""
         if self.eviction not in ("lru", "s3fifo", "cost"):
             raise UsageError(f"eviction is {self.eviction!r}; it must be lru, s3fifo or cost")
+        if self.placement not in ("free", "random"):
+            raise UsageError(f"placement is {self.placement!r}; it must be free or random")
         for name in ("evict_high_ratio", "evict_low_ratio"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"{name} is above 0 and at most 1", got=getattr(self, name))

@@ -8,6 +8,7 @@ from catalog_model import Driver, check_invariants, grant_rows, place_rows
 from mooncake_py.errors import LeaseExpired, ObjectExists, OutOfSpace, QuotaExceeded, UsageError
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import Mount, PutStart, Refused, Status, StatusInfo
+from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.model import BATCH_MAX_KEYS, KEY_MAX_BYTES, ReplicaPolicy, extent_bytes
 
 EXISTS, SPACE, EXPIRED = ObjectExists.code, OutOfSpace.code, LeaseExpired.code
@@ -208,6 +209,27 @@ def test_a16_segments_of_different_sizes_fill_in_proportion() -> None:
         driver.put([b"%d" % i], 4032)
     small, large = (each.used_units / each.allocator.units for each in driver.catalog.state.members)
     assert abs(small - large) < 0.1
+
+
+def test_placement_by_chance_does_not_look_at_what_is_free() -> None:
+    """As many new objects on the full half of a cluster as on the empty one, replicas apart."""
+    shares = {}
+    for placement in ("free", "random"):
+        driver = Driver(CatalogSettings(placement=placement, slow_start_ms=0, objects_max=1 << 12))
+        full = driver.mount("full", 1024 * KIB)
+        assert not any(driver.put([b"old %d" % i for i in range(120)], 4032))
+        empty = driver.mount("empty", 1024 * KIB)
+        new = {full: 0, empty: 0}
+        for i in range(100):
+            reply = driver.start([b"new %d" % i], 64)
+            new[reply.segment_ids[0]] += 1
+            assert driver.end([b"new %d" % i], list(reply.generations)) == [0]
+        assert len(driver.start([b"two"], 64, replica_count=2, strict=True).segment_ids) == 2
+        shares[placement] = new[empty]
+    assert 60 < shares["free"] <= 100
+    assert 35 < shares["random"] < 65
+    with pytest.raises(UsageError, match="must be free or random"):
+        CatalogSettings(placement="round").validate()
 
 
 def test_a06_limits_are_refused_before_anything_is_reserved(driver: Driver) -> None:
