@@ -1,5 +1,6 @@
 """`python -m tests.sim SEED` runs one seed, `python -m tests.sim FIRST COUNT` many; with `whole` in
-front of the numbers, of the product's own processes."""
+front of the numbers, of the product's own processes, and with `standby` of these with two masters
+that share an etcd."""
 
 from __future__ import annotations
 
@@ -15,11 +16,10 @@ from sim_run import simulate  # noqa: E402 - its folder has just been added
 def main() -> None:
     words = sys.argv[1:]
     run: Any = simulate
-    if words[:1] == ["whole"]:
-        from whole_run import simulate_whole  # noqa: PLC0415 - it loads the native core
+    if words[:1] in (["whole"], ["standby"]):
+        import whole_run  # noqa: PLC0415 - it loads the native core
 
-        run = simulate_whole
-        del words[0]
+        run = getattr(whole_run, f"simulate_{words.pop(0)}")
     first = int(words[0]) if words else 1
     count = int(words[1]) if len(words) > 1 else 1
     totals: dict[str, int] = {}

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import seeds
-from whole_run import simulate_whole
+from whole_run import simulate_standby, simulate_whole
 
-from mooncake_py.master import owner, unsealer
+from mooncake_py.master import owner, standby, unsealer
 from mooncake_py.store import get, inventory, node_process, put
 from mooncake_py.store.placement_cache import PlacementCache
 from mooncake_py.wire.node import HoldReply
@@ -92,3 +92,17 @@ def test_master_removals_that_are_answered_before_they_last(
 
     monkeypatch.setattr(owner.Owner, "_send", hasty)
     assert_found_out("was removed at", 3)
+
+
+def test_master_puts_that_are_acknowledged_before_a_standby_can_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On etcd a put is durable before it is acknowledged, or whoever takes over ends what it does
+    not know of."""
+    claim = standby.Claim
+
+    def hasty(*given: Any, **options: Any) -> Any:
+        return claim(*given, **{**options, "durable_puts": False})
+
+    monkeypatch.setattr(standby, "Claim", hasty)
+    seeds.assert_found_out(lambda seed: simulate_standby(seed, 12_000), range(9, 60), "vanished")

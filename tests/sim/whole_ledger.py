@@ -24,6 +24,9 @@ from catalog_model import check_invariants
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import Applied, Command
 from mooncake_py.master.events import STORED
+from mooncake_py.master.replay import RestoreReport
+from mooncake_py.master.settings import CatalogSettings
+from mooncake_py.master.shadow import Shadow
 
 STORED_OK, REFUSED, UNKNOWN = "stored", "refused", "unknown"
 
@@ -102,7 +105,19 @@ class Ledger:
 class Watched(Catalog):
     """The real one; what it does is checked, and noted."""
 
-    cluster: Any  # whole_run.Cluster
+    def __init__(self, settings: CatalogSettings, cluster: Any) -> None:
+        super().__init__(settings)
+        self.cluster = cluster  # whole_run.Cluster
+
+    def take_over(self, shadow: Shadow, now_ms: int) -> RestoreReport | None:
+        report = super().take_over(shadow, now_ms)
+        if report is not None:
+            assert report.damaged_records == report.extents_overlapping == 0, report
+        return report
+
+    def begin_term(self, term: int, *times: Any, **options: Any) -> list[bytes]:
+        self.cluster.masters.begins(self, term)
+        return super().begin_term(term, *times, **options)
 
     def apply(self, command: Command, now_ms: int) -> Applied:
         before = self.state.events.next - 1
@@ -110,6 +125,8 @@ class Watched(Catalog):
         if not applied.records:
             return applied
         check_invariants(self)
+        if not self.cluster.masters.is_newest(self):
+            return applied
         page = self.state.events.page(before, 1 << 10)
         for event in page.events:
             if event.what == STORED:

@@ -27,6 +27,7 @@ from mooncake_py.wire.lane import METHODS, Method
 
 RESET = object()  # the answer of a host that is not there any more
 MASTER = "master:1"
+ETCD = "etcd:1"
 _AGAIN_MS = 200  # what was lost is sent again then
 
 
@@ -57,7 +58,9 @@ class Net:
             if not self.is_cut(asker.name, host.name):
                 self.world.after(self._delay(), lambda back=back: back(RESET))  # type: ignore[misc]
 
-    def call(self, address: str, message: object, timeout_ms: float, life: Host | None) -> Any:
+    def call(
+        self, address: str, message: object, timeout_ms: float | None, life: Host | None
+    ) -> Any:
         """For a fiber: the answer, RESET, or None when none came. `life`: of the one who was
         connected with."""
         fiber = self.scheduler.me()
@@ -79,7 +82,7 @@ class Net:
         life: Host | None = None,
     ) -> None:
         world = self.world
-        copies = 2 if world.chance(world.weather.twice) else 1
+        copies = 2 if address != ETCD and world.chance(world.weather.twice) else 1
         for _ in range(copies):
             world.after(
                 self._delay(), lambda: self._deliver(sender, address, message, answer, life)
@@ -190,11 +193,11 @@ class Engine:
 
     native = None
 
-    def __init__(self, net: Net, options: EngineOptions) -> None:
+    def __init__(self, net: Net, options: EngineOptions, port: int = 1) -> None:
         self.net = net
         self.options = options
         self.host = net.scheduler.me().host
-        self.address = f"{self.host.name}:1"
+        self.address = f"{self.host.name}:{port}"
         self.inbox = Inbox(net.scheduler)
         self._regions: dict[int, Region] = {}
         self._peers: dict[int, Host] = {}  # who has sent something

@@ -2,23 +2,25 @@
 
 Driven as they are: `StoreClient` with all below it (placement cache, reader, writers, reservations,
 retries), `MasterClient` with its connection, `Node` with its tasks, inventory, holds and
-heartbeats, `Reign` with owner, queues, writer, unsealer, service and catalog, the messages between
-them, and the native code that judges extents and keeps a segment's table. Stood in for: threads,
-clock, engine, gRPC, the native pull server and the metadata store.
+heartbeats, `Reign` with owner, queues, writer, unsealer, service and catalog, `Contender` with all
+that follows, campaigns and writes to etcd, the messages between them, and the native code that
+judges extents and keeps a segment's table. Stood in for: threads, clock, engine, gRPC, sockets, the
+native pull server, the embedded metadata store, and etcd.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random as random_module
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty
 from typing import Any
 
 import numpy as np
+from whole_etcd import Channel, Poll, Sockets
 from whole_net import Engine, Message, Net, Stop
-from whole_threads import Executor, SimpleQueue, Threading
+from whole_threads import Executor, Scheduler, SimpleQueue, Threading
 
 from mooncake_py import errors
 from mooncake_py._native.memory import digests
@@ -26,16 +28,22 @@ from mooncake_py._native.pulls import grant_mac, row_macs
 from mooncake_py._native.segment import OwnedSegment
 from mooncake_py.errors import MooncakeError
 from mooncake_py.master import (
+    etcd,
+    etcd_session,
+    etcd_store,
     inbox,
     link,
     owner,
     reign,
     route,
     service,
+    standby,
     unsealer,
     writer,
 )
+from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.metadata import Loaded
+from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.model import EXTENT_HEADER_BYTES
 from mooncake_py.store import (
     calls,
@@ -61,8 +69,9 @@ from mooncake_py.wire import node as node_wire
 from mooncake_py.wire.rows import EXTENT
 
 _THREADED = (
-    calls, holds, inbox, inventory, link, node_process, owner, placement_cache, regions, renewal,
-    reservations, results, room, route, segments, tasks, unsealer, views, writer,
+    calls, etcd, etcd_session, etcd_store, holds, inbox, inventory, link, node_process, owner,
+    placement_cache, regions, renewal, reservations, results, room, route, segments, standby, tasks,
+    unsealer, views, writer,
 )  # fmt: skip
 
 
@@ -75,10 +84,22 @@ class _Dice:
     def randbits(self, count: int) -> int:
         return self._dice.getrandbits(count)
 
+    def token_hex(self, nbytes: int) -> str:
+        return f"{self._dice.getrandbits(8 * nbytes):0{2 * nbytes}x}"
+
+
+class _Queues:
+    """Stands in for the module `queue`."""
+
+    Empty = Empty
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.SimpleQueue = lambda: SimpleQueue(scheduler, Empty)
+
 
 @contextmanager
-def stand_ins(net: Net) -> Iterator[None]:
-    """For as long as a simulation runs."""
+def stand_ins(net: Net, catalog: Callable[[CatalogSettings], Catalog]) -> Iterator[None]:
+    """For as long as a simulation runs. `catalog` makes those of masters that take over."""
     world, scheduler = net.world, net.scheduler
     shim, dice = Threading(scheduler), _Dice(world.random)
 
@@ -104,8 +125,16 @@ def stand_ins(net: Net) -> Iterator[None]:
         (owner, "SimpleQueue", lambda: SimpleQueue(scheduler, Empty)),
         (writer, "trim_heap", lambda: None),
         (route, "Stop", lambda address: Stop(net, address)),
+        (Reign, "net", net),
+        (standby, "Reign", Reign),
+        (standby, "Catalog", catalog),
+        (standby, "socket", Sockets(net)),
+        (standby, "poll", lambda: Poll(net)),
+        (etcd_store, "secrets", dice),
+        (etcd, "queue", _Queues(scheduler)),
+        (etcd, "_channel", lambda *_: Channel(net)),
     ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    before = [(module, name, getattr(module, name, None)) for module, name, _ in replaced]
     for module, name, value in replaced:
         setattr(module, name, value)
     try:
@@ -237,11 +266,22 @@ class Store:
         self._records: list[tuple[int, bytes]] = []
         self._sequence = 0
         self._term = 0
+        self._cluster_id = "cluster"
+        self._born_ms = 0
+
+    def lose_everything(self) -> None:
+        """Somebody has deleted it: the next master begins a new cluster."""
+        self._snapshot, self._records, self._sequence = None, [], 0
+        self._cluster_id, self._born_ms = "another cluster", self._net.world.now_ms + 1_000_000
+        self._term = 100  # a store that is made later begins with a later number
 
     def load(self) -> Loaded:
         self._term += 1
         records = [each for _, each in self._records]
-        return Loaded("cluster", bytes(32), self._term, self._snapshot, records, self._sequence)
+        return Loaded(
+            self._cluster_id, bytes(32), self._term, self._snapshot, records, self._sequence,
+            born_ms=self._born_ms,
+        )  # fmt: skip
 
     def append(self, records: Sequence[bytes]) -> int:
         """All or nothing."""
@@ -273,6 +313,6 @@ class Reign(reign.Reign):
     net: Net
 
     def _open_lane(self, stack: Any, traffic: Any) -> tuple[Any, str]:
-        self._unsealer = unsealer.Unsealer(Engine(self.net, EngineOptions()), self._setup.clock)
+        self._unsealer = unsealer.Unsealer(Engine(self.net, EngineOptions(), 2), self._setup.clock)
         stack.callback(self._unsealer.close)
         return owner.Bell(), reign.OFF

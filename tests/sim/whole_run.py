@@ -4,36 +4,25 @@ peace, in which everything that was promised is looked for."""
 from __future__ import annotations
 
 import ctypes
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from seeds import Outcome, run_seed
 from sim_world import Script, Sleep, Weather, World
 from whole_ledger import REFUSED, STORED_OK, UNKNOWN, Ledger, Watched
-from whole_net import MASTER, Net
-from whole_parts import Reign, Store, stand_ins
+from whole_masters import Masters
+from whole_net import Net
+from whole_parts import stand_ins
 from whole_threads import Clock, Host, Scheduler
 
-from mooncake_py.config import MasterSettings, NodeSettings
+from mooncake_py.config import NodeSettings
 from mooncake_py.errors import MooncakeError, ObjectExists, ObjectLeased
-from mooncake_py.master.inbox import GRPC, Call
-from mooncake_py.master.listen import Address
 from mooncake_py.master.membership import ALIVE, Segment
 from mooncake_py.master.objects import GROUP, PLACE_BITS, PLACE_MASK
-from mooncake_py.master.reign import Claim, Setup
-from mooncake_py.master.settings import CatalogSettings
-from mooncake_py.metrics import Metrics
 from mooncake_py.model import EXTENT_HEADER_BYTES, ReplicaPolicy
 from mooncake_py.store.client import StoreClient
 from mooncake_py.store.node_process import Node
 
-SETTINGS = CatalogSettings(
-    tick_ms=50, grant_ttl_ms=3_000, grant_margin_ms=500, lease_ms=800, lease_max_ms=3_000,
-    heartbeat_ms=100, suspect_ms=500, dead_ms=3_000, doubt_ms=400, spare_ms=200, slow_start_ms=500,
-    objects_max=1 << 12, events_max=1 << 12, hot_copies_max=1, hot_window_ms=1_000, hot_min=4,
-    hot_factor=2, generation_block=1 << 13, stripe_min_bytes=1 << 20,
-)  # fmt: skip
 SEGMENT_BYTES = 64 << 10
 SLACK_MS = 1_500  # of a call's deadline: what is tried although the time is over
 PEACE_MS = 12_000  # after which nothing is owed any more
@@ -41,58 +30,25 @@ CALM_MS = 2_500  # without trouble for so long, everything works
 
 
 class Cluster:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, masters: int = 1) -> None:
         self.world = World(seed)
         self.scheduler = Scheduler(self.world)
         self.net = Net(self.world, self.scheduler)
         self.ledger = Ledger()
-        self.store = Store(self.net)
+        self.masters = Masters(self, masters)
         self.trouble_ms = 0  # when there was some last
-        self.catalog: Watched | None = None
-        self.master: Host | None = None
         self.nodes: dict[str, tuple[Host, Node | None]] = {}
         self.peace = False
         self.friends: list[User] = []
 
+    @property
+    def catalog(self) -> Watched | None:
+        return self.masters.catalog
+
     # --- processes ------------------------------------------------------------------------------
-
-    def raise_master(self) -> None:
-        if self.master is not None and self.master.alive:
-            return
-        host = self.master = Host("master")
-        self.trouble("master starts")
-        self.scheduler.start(host, lambda: self._reign(host))
-
-    def _reign(self, host: Host) -> None:
-        clock = Clock(self.world, 1_000_000)
-        catalog = Watched(SETTINGS)
-        catalog.cluster = self
-        loaded = self.store.load()
-        report = catalog.restore(loaded.snapshot, loaded.records, clock.now_ms())
-        assert report.damaged_records == report.extents_overlapping == 0, report
-        first = catalog.begin_term(loaded.term, clock.now_ms())
-        settings = MasterSettings(snapshot_record_bytes=20_000, commit_linger_ms=60)
-        setup = Setup(
-            settings, SETTINGS, Address(socket.AF_INET, "master", 1), clock, Metrics("sim")
-        )
-        claim = Claim(
-            loaded.cluster_id, loaded.secret, loaded.term, self.store, loaded.sequence, 0,
-            first_records=first,
-        )  # fmt: skip
-        self.catalog = catalog
-        Reign.net = self.net
-        ruler = Reign(setup, catalog, claim)
-
-        def receive(sender: Host, message: object, answer: Callable[[object], None]) -> None:
-            method, payload, left_ms = message  # type: ignore[misc]
-            ruler.submit(Call(method, payload, answer, clock.now_ms() + int(left_ms), GRPC))
-
-        self.net.listen(MASTER, host, receive)
 
     def kill(self, host: Host) -> None:
         self.world.note(f"{host.name} is killed")
-        if host is self.master:
-            self.catalog = None
         self.scheduler.kill(host)
         self.net.gone(host)
 
@@ -109,7 +65,7 @@ class Cluster:
     def _run_node(self, host: Host) -> None:
         rate = self.world.random.choice([1.0, 1.0, 0.999, 1.001])
         settings = NodeSettings(
-            MASTER, name=host.name, segment_bytes=SEGMENT_BYTES, health_listen="off",
+            self.masters.address, name=host.name, segment_bytes=SEGMENT_BYTES, health_listen="off",
             pull_threads=2, drain_ms=2_000,
         )  # fmt: skip
         node = Node(settings, Clock(self.world, self.world.random.randrange(1 << 40), rate))
@@ -180,9 +136,10 @@ class Cluster:
     def there(self, key: str) -> tuple[int, set[Host]]:
         """The generation that the leading master would send a reader to, and the nodes that have
         had it ready for a while; of a group's member none, since that may end with another."""
-        if self.master is None or not self.master.alive or self.catalog is None:
+        catalog = self.catalog
+        if catalog is None:
             return 0, set()
-        state = self.catalog.state
+        state = catalog.state
         tenant = state.tenants.find("t")
         slot = None if tenant is None else tenant.complete.get(key.encode())
         if slot is None or state.table.flags[slot] & GROUP or state.doubts:
@@ -210,7 +167,9 @@ class User:
         clock = Clock(self.world, self.world.random.randrange(1 << 40))
         while True:
             try:
-                return StoreClient(MASTER, tenant="t", timeout_ms=5_000, clock=clock)
+                return StoreClient(
+                    self.cluster.masters.address, tenant="t", timeout_ms=5_000, clock=clock
+                )
             except MooncakeError:
                 self.cluster.scheduler.park(200)
 
@@ -327,12 +286,12 @@ class User:
 
 
 class Simulation:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, masters: int) -> None:
         self.seed = seed
-        self.cluster = Cluster(seed)
+        self.cluster = Cluster(seed, masters)
         self.world = self.cluster.world
         dice = self.world.random
-        self.cluster.raise_master()
+        self.cluster.masters.raise_all()
         for i in range(dice.randrange(1, 5)):
             self.cluster.raise_node(f"n{i}")
         keys = [f"k{i}" for i in range(dice.choice([3, 8, 24]))]
@@ -343,7 +302,7 @@ class Simulation:
             self.world.start("chaos", self._chaos(), lambda: not self.cluster.peace)
 
     def run(self, length_ms: int) -> Outcome:
-        with stand_ins(self.cluster.net):
+        with stand_ins(self.cluster.net, lambda given: Watched(given, self.cluster)):
             try:
                 self.world.run_until(length_ms)
                 self._make_peace()
@@ -362,11 +321,17 @@ class Simulation:
         world, dice, cluster = self.world, self.world.random, self.cluster
         calm_ms = dice.choice([500, 2_000, 8_000])
         everything = ("weather", "node", "node", "stop", "master", "cut", "pause")
+        several = cluster.masters.names if len(cluster.masters.names) > 1 else ()
+        everything += ("master", "outage") if several else ()
         kinds = dice.choice([everything, everything, ("node", "stop"), ("master",)])
         while True:
             yield Sleep(dice.randrange(1, calm_ms))
             what = dice.choice(kinds)
-            names = ["master", *cluster.nodes, *(each.host.name for each in self.users)]
+            names = [
+                *cluster.masters.names,
+                *cluster.nodes,
+                *(each.host.name for each in self.users),
+            ]
             if what == "weather":
                 cluster.trouble("weather")
                 world.weather = dice.choice(
@@ -376,18 +341,35 @@ class Simulation:
                 )  # fmt: skip
             elif what in ("node", "stop"):
                 self._end_node(dice.choice(sorted(cluster.nodes)), what)
-            elif what == "master" and cluster.master is not None and cluster.master.alive:
-                cluster.trouble("the master is killed")
-                cluster.kill(cluster.master)
-                world.after(dice.randrange(1, 1_500), cluster.raise_master)
+            elif what == "master":
+                self._end_master()
             elif what == "cut":
                 cluster.trouble("cut")
                 pairs = {frozenset(dice.sample(names, 2)) for _ in range(2)}
                 world.cut = pairs if world.chance(0.6) else set()
+            elif what == "outage":
+                cluster.trouble("etcd is away")
+                world.cut = {frozenset(("etcd", name)) for name in several}
             elif what == "pause":
-                name = dice.choice(names)
+                name = dice.choice([each for each in names if each != "etcd"])
                 world.paused_until[name] = world.now_ms + dice.choice([50, 300, 2_500])
                 cluster.trouble(f"{name} is stopped until {world.paused_until[name]}")
+
+    def _end_master(self) -> None:
+        """The leading one, or any where there are several; by a signal that it may see, or not."""
+        cluster, world = self.cluster, self.world
+        host = cluster.masters.leader()
+        if len(cluster.masters.names) > 1 and (host is None or world.chance(0.2)):
+            host = world.random.choice(cluster.masters.alive() or [None])
+        if host is None:
+            return
+        if len(cluster.masters.names) > 1 and world.chance(0.3):
+            cluster.trouble(f"{host.name} is told to stop")
+            cluster.scheduler.start(host, lambda: cluster.masters.stop(host))
+        else:
+            cluster.trouble("the master is killed")
+            cluster.kill(host)
+        world.after(world.random.randrange(1, 1_500), lambda: cluster.masters.raise_one(host.name))
 
     def _end_node(self, name: str, how: str) -> None:
         cluster = self.cluster
@@ -408,7 +390,7 @@ class Simulation:
         cluster, world = self.cluster, self.world
         cluster.peace = True
         world.weather, world.cut, world.paused_until = Weather(), set(), {}
-        cluster.raise_master()
+        cluster.masters.raise_all()
         for name in list(cluster.nodes):
             cluster.raise_node(name)
 
@@ -428,7 +410,7 @@ class Simulation:
     def _look_for_everything(self) -> None:
         """Whoever opens a client now finds all that the catalog has, and all that was promised."""
         catalog = self.cluster.catalog
-        assert catalog is not None
+        assert catalog is not None, "nobody leads"
         for name, (host, node) in self.cluster.nodes.items():
             assert host.alive, f"{name} has ended by itself"
             assert node is not None, f"{name} did not start"
@@ -459,10 +441,16 @@ class Simulation:
 
     def _read_all(self, keys: list[str]) -> list[Any]:
         clock = Clock(self.world, 77)
-        self.reader = StoreClient(MASTER, tenant="t", timeout_ms=5_000, clock=clock)
+        address = self.cluster.masters.address
+        self.reader = StoreClient(address, tenant="t", timeout_ms=5_000, clock=clock)
         return list(self.reader.get_batch(keys)) if keys else []
 
 
 def simulate_whole(seed: int, length_ms: int = 12_000) -> Outcome:
     """Run one seed; an AssertionError carries the seed and the last events."""
-    return run_seed(Simulation(seed), length_ms, "whole ")
+    return run_seed(Simulation(seed, 1), length_ms, "whole ")
+
+
+def simulate_standby(seed: int, length_ms: int = 12_000) -> Outcome:
+    """The same with two masters that share an etcd."""
+    return run_seed(Simulation(seed, 2), length_ms, "standby ")

@@ -39,6 +39,7 @@ class Fiber:
         self.done = False
         self.joined: list[tuple[Fiber, int]] = []  # who waits for its end, with tickets
         self.thread: threading.Thread | None = None
+        self.face: object = None  # the Thread that the product knows it as
 
 
 class Scheduler:
@@ -248,6 +249,7 @@ class Thread:
 
     def start(self) -> None:
         self.fiber = self._scheduler.start(self._scheduler.me().host, self._target)
+        self.fiber.face = self
         self.ident = id(self.fiber)
 
     def is_alive(self) -> bool:
@@ -274,6 +276,9 @@ class Threading:
 
     def Event(self) -> Event:
         return Event(self._scheduler)
+
+    def current_thread(self) -> object:
+        return self._scheduler.me().face
 
     def Thread(self, *args: Any, **options: Any) -> Thread:
         return Thread(self._scheduler, *args, **options)
