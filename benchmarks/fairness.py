@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -38,6 +38,7 @@ T = 60_000
 FILL = 2_000
 LENGTH = 64  # of an object, whose extent is twice that
 LOOKUP = 20_000
+BEAT_S = 0.25  # as nodes do
 PAUSE_S = 0.002  # between two probes
 COME_S = 20.0  # one removal by pattern of forty looks at a million keys, and takes its time
 TURNS = 5  # alone and beside the writer, so that what else the machine does is in both
@@ -146,10 +147,17 @@ class Prober:
         nbytes = int(objects * 2 * LENGTH / 0.95)
         mount = Mount("paper", 1, "127.0.0.1:1", 1, nbytes, "h")
         self._beat = Heartbeat("paper", 1, self._lane.mount(mount, timeout_ms=T).segment_id)
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def _live(self) -> None:
+        """Also while a crowd comes, or the master would forget a million objects beside it."""
+        while True:
+            with suppress(MooncakeError):
+                self._lane.heartbeat(self._beat, timeout_ms=T)
+            time.sleep(BEAT_S)
 
     def fill(self) -> None:
         for start in range(0, self.objects, FILL):
-            self._lane.heartbeat(self._beat, timeout_ms=T)
             names = [key_of(i) for i in range(start, min(start + FILL, self.objects))]
             granted = self._lane.put_start("t", names, [LENGTH] * len(names), timeout_ms=T)
             self._lane.put_end("t", names, granted.generations.tolist(), timeout_ms=T)
@@ -165,7 +173,6 @@ class Prober:
 
     def lookups(self, seconds: float) -> list[float]:
         def look() -> None:
-            self._lane.heartbeat(self._beat, timeout_ms=T)
             names = [key_of(random.randrange(self.objects)) for _ in range(LOOKUP)]
             began = time.perf_counter()
             self._lane.exists("t", names, timeout_ms=T)

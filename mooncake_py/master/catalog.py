@@ -75,6 +75,7 @@ from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.shadow import Shadow
 from mooncake_py.master.snapshots import Slices
 from mooncake_py.master.state import CatalogState
+from mooncake_py.master.unrecorded import GRAVES_MAX
 from mooncake_py.master.work import Work
 from mooncake_py.model import EXTENT_ALIGN_BYTES
 
@@ -113,7 +114,9 @@ def _tick(state: CatalogState, command: Tick, now_ms: int) -> Applied:
             }
     work.unseal_all(state.lingering.due(now_ms))
     work.records += state.lingering.shorten(state.settings.lease_ms, now_ms)
-    if state.unrecorded.open:
+    if state.unrecorded.grave_count > GRAVES_MAX:
+        recovery.give_up(state, work, now_ms)
+    elif state.unrecorded.open:
         recovery.refresh(state, work, now_ms)
     if state.doubts:
         state.doubts = {which: until for which, until in state.doubts.items() if until > now_ms}

@@ -42,7 +42,7 @@ from mooncake_py.model import BATCH_MAX_KEYS
 
 _CURSOR = struct.Struct("<QQQ")  # term, slot, generation
 _LOOK_MAX = 8_192  # keys of the tenant that one call looks at
-_STEPS_MAX = 100_000  # of a matcher, in one call
+_STEPS_MAX = 25_000  # of a matcher, in one call: about five milliseconds
 _PATTERNS_MAX = 4  # that are kept ready for the next call
 _LINGERING_MAX = 16_384  # keys with extents that are read still
 _STRIDE = 65_536  # slots that are compared with the tenant at once

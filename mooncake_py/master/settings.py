@@ -51,7 +51,7 @@ class CatalogSettings:
     hot_window_ms: int = 5_000  # over which Locates are counted
     away_ms: int = 600_000  # a segment whose memory outlives its node is waited for this long
     recovery_ms: int = 60_000  # a new cluster takes over segments of a lost one for this long
-    reclaim_max: int = 2_000  # objects and grants of lost nodes forgotten per tick
+    reclaim_max: int = 500  # objects and grants of lost nodes forgotten per tick
     step_max: int = 500  # ended by one tick for each reason, or by one call of a removal of all
     generation_block: int = 1 << 20  # generations reserved by one durable record
 

@@ -1,10 +1,11 @@
 """From a state to a snapshot: the log in its shortest form, made in slices. `replay.py` reads it.
 
 A snapshot stands for all records before the moment it was begun. What is small is written down at
-that moment; objects follow slot by slot, a few at a time, while the catalog goes on. Until a slot
-has had its turn, what is there is written down before it ends. So every object of that moment is in
-the snapshot. Some that came later are, too, and replicas are as they were at their slot's turn:
-the records after that moment say it all again, which changes nothing. Pure.
+that moment; objects follow slot by slot, a few at a time, while the catalog goes on, then graves
+(unrecorded.py) and what rests, as they were. Until a slot has had its turn, what is there is
+written down before it ends. So every object of that moment is in the snapshot. Some that came later
+are, too, and replicas are as they were at their slot's turn: the records after that moment say it
+all again, which changes nothing. Pure.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mooncake_py.master.quotas import quota_fields
 from mooncake_py.master.records import GrantFields
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.tenant import Put, Tenant
+from mooncake_py.master.unrecorded import records_of_graves
 from mooncake_py.model import is_reserved
 
 STEP_SLOTS = 512  # about a millisecond
@@ -38,6 +40,7 @@ class Slices:
         self._next = 0
         self._slots = len(state.table.key)
         self.packed = bytearray()
+        self._graves = state.unrecorded.graves()
         self._resting = list(state.resting)
         self._write(_small_records(state, now_ms))
         state.before_drop = self._before_drop
@@ -51,6 +54,10 @@ class Slices:
             self._write(_object_records(self._state, self._now_ms, live))
             return True
         self._state.before_drop = None
+        if self._graves:
+            some, self._graves[-count:] = self._graves[-count:], []
+            self._write(records_of_graves(some))
+            return True
         rows = self._resting[-_RESTING_RUN:]
         del self._resting[-_RESTING_RUN:]
         self._write([_resting_record(rows)])
@@ -81,7 +88,7 @@ def _small_records(state: CatalogState, now_ms: int) -> Iterator[records.Record]
     yield records.Recorded(state.next_generation, state.unrecorded.voids, _reserved(state))
     if state.lingering.longest_ms is not None:
         yield records.Leases(state.lingering.longest_ms)
-    yield from state.unrecorded.records_of_graves()
+    yield from state.unrecorded.records_of_sweeps()
     for segment in members:
         if segment.state != "gone":
             yield segment_fields(segment)

@@ -38,6 +38,7 @@ GRAVES_MAX = 200_000  # beyond it the segments that owe are not waited for any l
 _VOIDS_MAX = 1_024  # older ones are joined
 
 Range = tuple[int, int]  # from, below
+Grave = tuple[tuple[str, bytes], int]  # tenant and key; generations below have ended
 
 
 class Gaps:
@@ -204,20 +205,23 @@ class Unrecorded:
         self._graves.clear()
         self._sweeps.clear()
 
-    def records_of_graves(self) -> Iterator[records.Record]:
+    def graves(self) -> list[Grave]:
+        """As they are now, for a snapshot that takes its time."""
+        return list(self._graves.items())
+
+    def records_of_sweeps(self) -> Iterator[records.Record]:
         """For a snapshot."""
-        by_kind: dict[tuple[str, int], list[bytes]] = {}
-        for (tenant, key), below in self._graves.items():
-            by_kind.setdefault((tenant, below), []).append(key)
-        for (tenant, below), keys in by_kind.items():
-            for part in _parts(keys):
-                yield records.Buried(tenant, below, False, part)
         for tenant, prefix, pattern, below in self._sweeps:
             yield records.Buried(tenant, below, True, (prefix, pattern))
 
 
-def _parts(keys: list[bytes]) -> Iterable[list[bytes]]:
-    return (keys[at : at + 1024] for at in range(0, len(keys), 1024))
+def records_of_graves(graves: Iterable[Grave]) -> Iterator[records.Record]:
+    """For a snapshot: no more than a record's worth."""
+    by_kind: dict[tuple[str, int], list[bytes]] = {}
+    for (tenant, key), below in graves:
+        by_kind.setdefault((tenant, below), []).append(key)
+    for (tenant, below), keys in by_kind.items():
+        yield records.Buried(tenant, below, False, keys)
 
 
 def _found(pattern: bytes, key: bytes) -> bool:

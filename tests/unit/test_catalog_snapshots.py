@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
 from catalog_model import Driver, check_invariants, picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from mooncake_py.clock import stopwatch_ns
 from mooncake_py.master import records
 from mooncake_py.master.catalog import Catalog
-from mooncake_py.master.commands import Tick
+from mooncake_py.master.commands import Tick, Unmount
 from mooncake_py.master.settings import CatalogSettings
 from mooncake_py.master.shadow import Shadow
 
@@ -74,3 +77,49 @@ def test_a30_no_slice_takes_long() -> None:
         times.append((stopwatch_ns() - began) / 1e6)
     assert len(times) > 40_000 // 512
     assert sorted(times)[len(times) // 2] < 5  # ms; the median: other processes take turns, too
+
+
+def with_graves() -> Driver:
+    """A new cluster, in which segments of a lost one may come to light, lost all that it had."""
+    driver = Driver(settings=CatalogSettings(objects_max=1 << 14))
+    first = driver.catalog.begin_term(7, driver.now_ms, driver.now_ms + 3_600_000)
+    driver.log += first
+    segment_id = driver.mount("a", 16 * MIB)
+    keys = [b"page/%05d" % i for i in range(3_000)]
+    driver.put(keys, 64)
+    driver.remove(keys[:1_000], force=True)
+    driver.apply(Unmount("a", 1, segment_id))
+    for _ in range(10):
+        driver.apply(Tick())
+    assert len(driver.catalog.state.table) == 0
+    return driver
+
+
+def test_a30_graves_are_written_down_a_few_a_slice() -> None:
+    """They were written when a snapshot began, all of them, and a call waited for that."""
+    driver = with_graves()
+    assert driver.catalog.state.unrecorded.grave_count == 3_000
+    slices = driver.catalog.slices(driver.now_ms)
+    assert len(slices.packed) < 1_000
+    steps = [len(slices.packed)]
+    while slices.step():
+        steps.append(len(slices.packed))
+    assert len(steps) >= 3_000 // 512
+    longest = max(b - a for a, b in pairwise(steps))
+    assert longest < len(slices.packed) / 4
+    shadow = Shadow(driver.settings)
+    shadow.feed(records.unpack(bytes(slices.packed)))
+    restored = [Catalog(driver.settings), Catalog(driver.settings)]
+    restored[0].restore(bytes(slices.packed), [], driver.now_ms)
+    assert restored[1].take_over(shadow, driver.now_ms) is not None
+    for catalog in restored:
+        graves = dict(catalog.state.unrecorded.graves())
+        assert graves == dict(driver.catalog.state.unrecorded.graves())
+
+
+def test_f60_graves_are_bounded_whatever_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evictions and losses dig them as well as removals."""
+    monkeypatch.setattr("mooncake_py.master.catalog.GRAVES_MAX", 2_999)
+    driver = with_graves()
+    assert driver.catalog.state.unrecorded.grave_count == 0
+    assert not driver.catalog.state.unrecorded.open
