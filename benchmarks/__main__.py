@@ -10,13 +10,14 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import caches, report, upstream
+from benchmarks.baseline import compared, other_machine, table
 from benchmarks.clients import COUNTS, Crowd, run_crowds
 from benchmarks.peer import BenchError, Contender
 from benchmarks.picture import svg
@@ -129,6 +130,29 @@ class Bench:
         return timings
 
 
+def _figures_of(file: IO[str] | None) -> dict[str, Any] | None:
+    """Read before anything is measured: who names a wrong file does not wait for that."""
+    if file is None:
+        return None
+    try:
+        before = json.load(file)
+        compared({"timings": []}, before)
+    except (ValueError, BenchError) as error:
+        raise click.ClickException(
+            f"--baseline {file.name}: {error}. Remedy: name what --json wrote"
+        ) from None
+    assert isinstance(before, dict)
+    return before
+
+
+def _slower(now: dict[str, Any], before: dict[str, Any], console: Console) -> bool:
+    rows = compared(now, before)
+    console.print(table(rows))
+    if note := other_machine(now, before):
+        console.print(note)
+    return any(row["slower"] for row in rows)
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("what", type=click.Choice(["all", "limits"]), default="all")
 @click.option(
@@ -139,6 +163,12 @@ class Bench:
 @click.option("--picture", type=click.File("w"), help="draw the medians (SVG)")
 @click.option("--json", "json_file", type=click.File("w"), help="write every figure here too")
 @click.option(
+    "--baseline",
+    type=click.File("r"),
+    metavar="FILE",
+    help="compare with what --json wrote earlier",
+)
+@click.option(
     "--upstream", "upstream_python", metavar="PYTHON",
     help=f"interpreter with {upstream.WHEEL} (or in the environment: {upstream.VARIABLE})",
 )  # fmt: skip
@@ -146,17 +176,18 @@ def main(
     what: str,
     size: str,
     only: str,
-    picture: IO[str] | None,
-    json_file: IO[str] | None,
     upstream_python: str | None,
+    **files: IO[str] | None,
 ) -> None:
     """Put, get and exists beside what this machine can do, beside upstream Mooncake, and beside
     Redis and memcached where they are installed.
 
     Every contender is a process of its own; they take turns within one run. WHAT: all, or limits
-    for the machine alone. Exit code 1 when one of our own contenders failed.
+    for the machine alone. Exit code 1 when one of our own contenders failed, or is slower than in
+    the baseline.
     """
     console = Console(width=None if sys.stdout.isatty() else 140)
+    before = _figures_of(files["baseline"])
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
         effort = EFFORTS[size]
@@ -175,11 +206,13 @@ def main(
         except (BenchError, MooncakeError) as error:
             raise click.ClickException(str(error)) from None
     report.render(timings, bench.notes, console, crowds)
-    if json_file is not None:
-        json.dump(report.as_dict(timings, bench.notes, crowds), json_file, indent=1)
-    if picture is not None:
+    figures = report.as_dict(timings, bench.notes, crowds)
+    if (json_file := files["json_file"]) is not None:
+        json.dump(figures, json_file, indent=1)
+    if (picture := files["picture"]) is not None:
         picture.write(svg(timings))
-    if any(timing.failure and timing.contender in (*LIMITS, *OURS) for timing in timings):
+    slower = before is not None and _slower(figures, before, console)
+    if slower or any(timing.failure and timing.contender in (*LIMITS, *OURS) for timing in timings):
         sys.exit(1)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.baseline import machine
 from benchmarks.clients import Crowd
 from benchmarks.plan import LIMIT_OF, OURS, P7_GAIN, Bar, Case, bars
 from benchmarks.run import Timing
@@ -50,6 +51,7 @@ def as_dict(
 ) -> dict[str, Any]:
     found = index(timings)
     return {
+        "machine": machine(),
         "notes": list(notes),
         "timings": [_row(timing, found) for timing in timings],
         "bars": [*judged(found), *judged_crowds(crowds)],
@@ -94,6 +96,7 @@ def _row(timing: Timing, found: Found) -> dict[str, Any]:
         "samples": len(timing.ns),
         "p50_us": round(timing.p50_us, 2),
         "p99_us": round(timing.percentile_us(0.99), 2),
+        "p999_us": round(timing.percentile_us(0.999), 2),
         "gb_per_s": round(timing.gb_per_s, 3),
         "cpu_us_per_call": round(timing.cpu_ns / 1000 / len(timing.ns), 1),
     }
@@ -169,13 +172,13 @@ def _crowds(crowds: Sequence[Crowd]) -> Table:
 def _detail(found: Found, name: str, cases: Sequence[Case]) -> Table:
     limit_name = LIMIT_OF[name]
     table = Table(title=f"{name} against {limit_name}")
-    for column in ("", "p50 µs", "p99 µs", "GB/s", "limit GB/s", "x limit"):
+    for column in ("", "p50 µs", "p99 µs", "p99.9 µs", "GB/s", "limit GB/s", "x limit"):
         table.add_column(column, justify="right" if column else "left")
     for case in cases:
         timing, limit = found.get((case, name)), found.get((case, limit_name))
         if timing is None:
             continue
-        cells = [_us(timing.p50_us), _us(timing.percentile_us(0.99))]
+        cells = [_us(timing.percentile_us(ratio)) for ratio in (0.5, 0.99, 0.999)]
         if case.total_bytes:
             cells.append(f"{timing.gb_per_s:.2f}")
             cells.append(f"{limit.gb_per_s:.2f}" if limit else "")

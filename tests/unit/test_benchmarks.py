@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import engine, engine_cells, fairness, metadata
+from benchmarks import baseline, engine, engine_cells, fairness, metadata
 from benchmarks.clients import Crowd
 from benchmarks.plan import (
     CACHES,
@@ -128,6 +128,57 @@ def test_many_clients_are_held_against_one(together: float, met: bool) -> None:
     ]  # fmt: skip
     (row,) = as_dict([], [], crowds)["bars"]
     assert (row["bar"], row["met"]) == ("P7", met)
+
+
+def figures(shm_us: float, limit_us: float, **machine: Any) -> dict[str, Any]:
+    timings = [
+        Timing(Case("get", 1 << 20), SHM, [round(shm_us * 1000)]),
+        Timing(Case("get", 1 << 20), MEMORY, [round(limit_us * 1000)]),
+    ]
+    made = as_dict(timings, [])
+    made["machine"] |= machine
+    return json.loads(json.dumps(made))
+
+
+@pytest.mark.parametrize(
+    ("shm_us", "limit_us", "slower"),
+    [(100.0, 50.0, False), (120.0, 50.0, False), (200.0, 100.0, False), (200.0, 50.0, True)],
+)
+def test_f61_slower_is_what_the_machine_does_not_explain(
+    shm_us: float, limit_us: float, slower: bool
+) -> None:
+    before, now = figures(100.0, 50.0), figures(shm_us, limit_us)
+    (row,) = baseline.compared(now, before)
+    assert (row["slower"], row["contender"]) == (slower, SHM)
+    assert baseline.other_machine(now, before) == ""
+    assert "cores" in baseline.other_machine(now, figures(100.0, 50.0, cores=99))
+
+
+def test_f61_figures_are_written_and_compared_with(tmp_path: Path) -> None:
+    first = tmp_path / "first.json"
+    words = ("--size", "tiny", "--only", "^get 4", "--json")
+    run("benchmarks", *words, str(first))
+    made = json.loads(first.read_text())
+    row = next(each for each in made["timings"] if each["contender"] == SHM)
+    assert 0 < row["p50_us"] <= row["p99_us"] <= row["p999_us"]
+    assert made["machine"]["cores"] == os.cpu_count()
+    for each in made["timings"]:  # nothing is a thousand times quicker; so both of ours are slower
+        each["p50_us"] /= 1000
+        each.pop("times_limit", None)
+    first.write_text(json.dumps(made))
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words[:4], "--baseline", str(first)],
+        cwd=ROOT, capture_output=True, timeout=120, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stdout.count("slower") >= 2
+    first.write_text('{"timings": 3}')
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--baseline", str(first)],
+        cwd=ROOT, capture_output=True, timeout=120, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "Remedy: name what --json wrote" in ended.stderr
 
 
 def test_every_bar_is_about_a_case_that_is_run() -> None:
