@@ -17,6 +17,8 @@ namespace {
 using namespace mc;
 using namespace mc::rdma;
 
+constexpr int kMaxCqe = 128;
+
 struct Machine {
   std::array<verbs::Context, 2> contexts{};
   std::array<verbs::Pd, 2> pds{};
@@ -46,7 +48,7 @@ verbs::Context* open_device(verbs::Device* device) {
 
 int query_device(verbs::Context*, verbs::DeviceAttr* out) {
   out->max_mr_size = 1 << 30;
-  out->max_cqe = out->max_qp_wr = 128;
+  out->max_cqe = out->max_qp_wr = kMaxCqe;
   return 0;
 }
 
@@ -180,6 +182,44 @@ void who_still_holds_an_ended_registration_has_void_keys(const Adapters& adapter
   CHECK(book.find(piece.address, MemoryBook::Use::kTarget) == nullptr);
 }
 
+// Segments and values: no device may write there, whatever key a peer made up.
+void memory_for_reading_gives_no_right_to_write(const Adapters& adapters) {
+  std::vector<uint8_t> memory(1 << 16);
+  const Range range{reinterpret_cast<uint64_t>(memory.data()), memory.size()};
+  for (const uint32_t access : {uint32_t{MC_ACCESS_REMOTE_READ},
+                                uint32_t{MC_ACCESS_REMOTE_READ | MC_ACCESS_REMOTE_WRITE}}) {
+    Registration registration(adapters, range);
+    CHECK_EQ(registration.begin(access), MC_OK);
+    CHECK((machine.flags & verbs::kRemoteRead) != 0);
+    CHECK_EQ((machine.flags & verbs::kRemoteWrite) != 0, access != MC_ACCESS_REMOTE_READ);
+  }
+}
+
+struct Poster final : RailOwner {
+  int called = 0;
+  void completed(uint32_t, const verbs::Wc&) override {}
+  void settle_completed() override { ++called; }
+};
+
+// Half of the queue is for works that may complete, so that it cannot be overrun.
+void without_credit_nothing_is_posted_and_who_waits_is_called(const Adapters& adapters) {
+  Adapter& adapter = *adapters[0];
+  const auto first = std::make_shared<Poster>(), second = std::make_shared<Poster>();
+  uint64_t taken = 0;
+  while (adapter.take_credit(first)) ++taken;
+  CHECK_EQ(taken, uint64_t{kMaxCqe / 2});
+  CHECK_EQ(adapter.outstanding(), taken);
+  CHECK(!adapter.take_credit(second));
+  (void)adapter.poll();
+  CHECK_EQ(first->called + second->called, 0);  // there is none yet
+  adapter.give_credits(taken);
+  (void)adapter.poll();
+  CHECK(first->called == 1 && second->called == 1);
+  (void)adapter.poll();
+  CHECK(first->called == 1 && second->called == 1);
+  CHECK_EQ(adapter.outstanding(), 0U);
+}
+
 void children_end_before_their_parents() {
   const std::vector<std::string> one{"completion queue", "channel", "protection domain", "device"};
   CHECK_EQ(machine.ended.size(), 2 * one.size());
@@ -194,6 +234,8 @@ int main() {
   what_the_second_device_refuses_is_taken_back_from_the_first(adapters);
   raw_memory_gets_no_remote_keys(adapters);
   who_still_holds_an_ended_registration_has_void_keys(adapters);
+  memory_for_reading_gives_no_right_to_write(adapters);
+  without_credit_nothing_is_posted_and_who_waits_is_called(adapters);
   adapters.clear();
   children_end_before_their_parents();
   return 0;

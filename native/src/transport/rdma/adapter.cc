@@ -267,6 +267,7 @@ size_t Adapter::poll() {
     ++polls_;
     for (int n = 32; n == 32;) {
       n = context_->operations.poll_cq(cq_, 32, wcs);
+      if (n > 0) completions_ += static_cast<uint64_t>(n);
       for (int i = 0; i < n; ++i) {
         std::shared_ptr<RailOwner> owner;
         {

@@ -93,7 +93,12 @@ class Adapter final : public Source, public std::enable_shared_from_this<Adapter
     return library_.modify_qp(qp, attr, mask);
   }
   void destroy_qp(verbs::Qp* qp);
-  int post(verbs::Qp* qp, verbs::SendWr* first, verbs::SendWr** out_bad) {
+  // `inlined` of the `works` carry their bytes themselves.
+  int post(verbs::Qp* qp, verbs::SendWr* first, size_t works, size_t inlined,
+           verbs::SendWr** out_bad) {
+    works_ += works;
+    inlined_ += inlined;
+    ++doorbells_;
     return context_->operations.post_send(qp, first, out_bad);
   }
   const char* words_of(uint32_t status) const { return library_.wc_status_str(status); }
@@ -115,6 +120,10 @@ class Adapter final : public Source, public std::enable_shared_from_this<Adapter
   void ready_on_progress(uint32_t events) override;
 
   uint64_t qps() const { return qps_; }
+  uint64_t works() const { return works_; }  // posted
+  uint64_t inlined() const { return inlined_; }
+  uint64_t doorbells() const { return doorbells_; }
+  uint64_t completions() const { return completions_; }
   uint64_t polls() const { return polls_; }
   uint64_t events() const { return events_; }
 
@@ -158,7 +167,8 @@ class Adapter final : public Source, public std::enable_shared_from_this<Adapter
   std::vector<GidEntry> gids_;
   uint64_t credits_ = 0, credits_max_ = 0;
 
-  std::atomic<uint64_t> qps_{0}, polls_{0}, events_{0};
+  std::atomic<uint64_t> qps_{0}, works_{0}, inlined_{0}, doorbells_{0}, completions_{0}, polls_{0},
+      events_{0};
 };
 
 // The ports to use, in the order in which they were asked for, else by name.

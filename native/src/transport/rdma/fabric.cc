@@ -72,8 +72,10 @@ std::string Fabric::json() const {
     out += (i > 0 ? ", " : "") + std::string("{\"name\": \"") + adapter.name() + "\"" +
            field("port", adapter.port()) + ", \"chosen\": \"" + adapter.text() + "\"" +
            ", \"active\": " + (adapter.is_active() ? "true" : "false") +
-           field("queue_pairs", adapter.qps()) + field("polls", adapter.polls()) +
-           field("events", adapter.events()) + "}";
+           field("queue_pairs", adapter.qps()) + field("works", adapter.works()) +
+           field("inlined", adapter.inlined()) +
+           field("doorbells", adapter.doorbells()) + field("completions", adapter.completions()) +
+           field("polls", adapter.polls()) + field("events", adapter.events()) + "}";
   }
   const MemoryNumbers memory = memory_.numbers();
   std::string refusal;

@@ -258,6 +258,7 @@ void RdmaEndpoint::post_locked(Notice notice) {
 void RdmaEndpoint::post_chain_locked(Rail& rail, std::vector<Work>* works) {
   Adapter& adapter = *fabric_.adapters()[rail.ours];
   const size_t n = works->size();
+  size_t inlined = 0;
   std::vector<verbs::SendWr> requests(n);
   std::vector<verbs::Sge> sges(n);
   for (size_t i = 0; i < n; ++i) {
@@ -278,14 +279,17 @@ void RdmaEndpoint::post_chain_locked(Rail& rail, std::vector<Work>* works) {
                           sequence % kSignalEvery == 0;
     if (signaled) rail.unsignaled_bytes = 0;
     request.flags = signaled ? verbs::kSendSignaled : 0;
-    if (!read && work.length <= rail.inline_bytes) request.flags |= verbs::kSendInline;
+    if (!read && work.length <= rail.inline_bytes) {
+      request.flags |= verbs::kSendInline;
+      ++inlined;
+    }
     request.remote = work.remote;
     request.rkey = work.span->rkeys[rail.theirs];
     rail.outstanding_bytes += work.length;
     rail.posted.push_back({sequence, work});
   }
   verbs::SendWr* bad = nullptr;
-  const int error = adapter.post(rail.qp, requests.data(), &bad);
+  const int error = adapter.post(rail.qp, requests.data(), n, inlined, &bad);
   if (error == 0) return;
   // The device took a part of the chain at most, which may end without a completion: begin anew.
   break_locked(rail, "the device took no work: " + errno_text(error), true);
