@@ -161,6 +161,8 @@ class Reign:
         engine = TransferEngine(
             EngineOptions(
                 listen=address,
+                # A node may have RDMA alone, and has to be told of removals all the same.
+                transports=("local", "shm", "tcp", "messages"),
                 message_max_bytes=settings.message_bytes_max,
                 queue_max_bytes=settings.queue_bytes_max,
             )

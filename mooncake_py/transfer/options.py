@@ -18,8 +18,9 @@ TRANSPORTS: dict[str, int] = {
     "tcp": lib.MC_TRANSPORT_TCP,
     "rdma": lib.MC_TRANSPORT_RDMA,
     "fake": lib.MC_TRANSPORT_FAKE,
+    "messages": lib.MC_TRANSPORT_MESSAGES,
 }
-_OFFERED = [name for name in TRANSPORTS if name != "fake"]  # that one is for tests
+_OFFERED = [name for name in TRANSPORTS if name not in ("fake", "messages")]  # for people
 TRANSPORT_NAMES = {bit: name for name, bit in TRANSPORTS.items()}
 
 
@@ -56,13 +57,15 @@ class Rdma:
 class EngineOptions:
     """Where an engine listens, what it may use, and what bounds it.
 
-    `listen` is "host:port" with a name, an IPv4 or a bracketed IPv6 address; port 0 takes any
-    free one; "" does not listen. `advertise` is the host that peers should use instead of the
-    listening one; an engine that listens on all addresses and was told none advertises that of the
-    best network card (`topology.py`). `transports` may be used; which one is used with a peer is
-    found out by proof. `queue_max_bytes` bounds received messages that nobody took yet: with more
-    than half of it, peers must wait. Each may have a window (a 64th of it, from 64 KiB to 1 MiB)
-    and one message on its way all the same. Data and replies never wait for that.
+    `listen` is "host:port" with a name, an IPv4 or a bracketed IPv6 address; port 0 takes any free
+    one; "" does not listen. `advertise` is the host that peers should use instead of the listening
+    one; an engine that listens on all addresses and was told none advertises that of the best
+    network card (`topology.py`). `transports` may be used; which one is used with a peer is found
+    out by proof. With "messages" among them a peer may be opened with which there is no way for
+    bytes: it can be sent messages, and reads and writes fail. `queue_max_bytes` bounds received
+    messages that nobody took yet: with more than half of it, peers must wait. Each may have a
+    window (a 64th of it, from 64 KiB to 1 MiB) and one message on its way all the same. Data and
+    replies never wait for that.
 
     `silence_max_ms`: a TCP peer whose host or network is gone, and one that takes nothing of what
     it is sent, is lost after so long (to a second), idle or not; one that is idle and alive stays.

@@ -19,6 +19,7 @@
 #define MC_TRANSPORT_TCP 4
 #define MC_TRANSPORT_RDMA 8
 #define MC_TRANSPORT_FAKE 16
+#define MC_TRANSPORT_MESSAGES 32 /* no bytes: messages to peers that have no way for bytes in common */
 
 #define MC_ACCESS_REMOTE_READ 1
 #define MC_ACCESS_REMOTE_WRITE 2

@@ -17,6 +17,7 @@ import chaos_values
 from chaos_faults import Faults, Undo
 from chaos_history import (
     FOREVER,
+    SECOND,
     WRITES,
     Allowed,
     Excuse,
@@ -25,6 +26,7 @@ from chaos_history import (
     Violation,
 )
 from chaos_schedule import CALM_MS, SLOW, Shape, Step, schedule, slowly
+from chaos_suspects import suspicions
 from chaos_world import LEASE_MS, SUSPECT_MS, World
 
 from mooncake_py import StoreClient
@@ -55,6 +57,8 @@ class Outcome:
     said: list[str] = field(default_factory=list)
     evictions: int = 0
     disk_nbytes: int = 0  # on the nodes' disks at the end
+    device_nbytes: int = 0  # that devices of RDMA brought in the last reads
+    suspected: int = 0  # misses while their nodes were suspect, though nobody had hurt them
 
     def write_gaps_ms(self) -> list[int]:
         """From each kill of a leader to the end of the first write that began after it."""
@@ -86,8 +90,7 @@ class Run:
         self._steps = list(steps)
         self._undo: list[tuple[int, Undo]] = []
         self._extra: list[Violation] = []
-        self._events_after = 0
-        self._evictions = 0
+        self._device_nbytes = 0
         self._quiet_since = FOREVER
 
     def play(self) -> None:
@@ -183,7 +186,6 @@ class Run:
     def last_reads(self, keys: Sequence[str]) -> list[Operation]:
         """Every key once more, by a client that knows nothing."""
         found: list[Operation] = []
-        # Nodes that have ports of RDMA have nothing else.
         ways: dict[str, Any] = {"timeout_ms": LAST_MS}
         if self.world.shape.ports:
             ways["transports"] = self.world.transports("c0")
@@ -195,6 +197,10 @@ class Run:
                 began = time.monotonic_ns()
                 outcomes = store.get_batch(mine)
                 ended = time.monotonic_ns()
+                paths = [
+                    p for peer in store._engine.describe()["peers"] for p in peer.get("paths", ())
+                ]
+                self._device_nbytes += sum(path["bytes_read"] for path in paths)
             for key, outcome in zip(mine, outcomes, strict=True):
                 found.append(_seen(f"{tenant}/{key}", began, ended, outcome))
         return found
@@ -216,12 +222,23 @@ class Run:
             self.faults.doubts,
             self.faults.wipes,
         )
-        violations = [*self._extra, *history.violations(), *self._quiet_failures(operations)]
+        found = history.violations()
+        suspected = 0
+        if shape.ports and found:
+            history.excuses = [*self.faults.excuses, *self._suspicions()]
+            suspected, found = len(found), history.violations()
+            suspected -= len(found)
+        violations = [*self._extra, *found, *self._quiet_failures(operations)]
         return Outcome(
             shape, seed, self._steps, operations, violations, self.faults.done,
             self.faults.leader_kills, self.faults.excuses, self.faults.said, evictions,
-            disk_nbytes,
+            disk_nbytes, self._device_nbytes, suspected,
         )  # fmt: skip
+
+    def _suspicions(self) -> list[Excuse]:
+        paths = sorted(self.world.folder.glob("m*.stderr"))
+        lines = sorted(line for path in paths for line in path.read_text().splitlines())
+        return suspicions(lines, time.time_ns() - time.monotonic_ns(), SECOND * SLOW)
 
     def _quiet_failures(self, operations: Sequence[Operation]) -> list[Violation]:
         """A bit that was flipped is found when its object is read, be it now."""
@@ -311,6 +328,9 @@ def summary(outcome: Outcome) -> str:
     if outcome.shape.streams:
         on_disk = f", on disks {outcome.disk_nbytes >> 10} KiB" if outcome.shape.disk_mib else ""
         lines.append(f"  evictions: {outcome.evictions}{on_disk}")
+    if outcome.shape.ports:
+        lines.append(f"  read by the devices at the end: {outcome.device_nbytes} bytes")
+        lines.append(f"  misses while nodes were suspect for no fault: {outcome.suspected}")
     notes = Counter(o.note.split(" [")[0][:90] for o in outcome.operations if o.outcome == "error")
     lines += [f"  {count} x {note}" for note, count in notes.most_common(8)]
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import chaos_values
 import pytest
 from chaos_history import SECOND, Allowed, Excuse, History, Operation
 from chaos_schedule import Shape, schedule
+from chaos_suspects import suspicions
 
 KEY = "red/k"
 ALLOWED = Allowed(stale=3 * SECOND)
@@ -160,6 +161,26 @@ def test_only_its_own_nodes_excuse_a_miss(excuse: Excuse, verdict: list[str]) ->
     assert rules(*history, excuses=[excuse]) == verdict
 
 
+SUSPECT = (
+    "1970-01-01T00:00:{:06.3f}Z WARNING master.node_log node {} (segment 7) "
+    "is suspect: last heard of 557 ms ago; not used until it is heard again"
+)
+BACK = "1970-01-01T00:00:{:06.3f}Z INFO master.node_log node {} (segment 7) {}"
+
+
+def test_a_node_that_its_master_suspected_excuses_misses_of_that_time_and_no_loss() -> None:
+    lines = [SUSPECT.format(13, "n0"), "something else", BACK.format(15, "n0", "is back")]
+    found = suspicions(lines, wall_ahead_ns=10 * SECOND, grace_ns=SECOND // 2)
+    assert found == [Excuse("n0", 5 * SECOND // 2, 11 * SECOND // 2)]
+    for at, verdict in ((4, []), (7, ["lost"])):
+        assert rules(put(1, 1, 1.5), get(0, at, at + 0.1), excuses=found) == verdict
+        other = put(1, 1, 1.5, nodes=("n1",))
+        assert rules(other, get(0, at, at + 0.1), excuses=found) == ["lost"]
+    gone = BACK.format(15, "n0", "was silent for too long; 77 bytes go with it")
+    assert suspicions([*lines[:2], gone, lines[2]], 0, 0) == []
+    assert suspicions(lines[:2], 0, 0) == []
+
+
 def test_two_replicas_need_two_excuses() -> None:
     two = put(1, 1, 1.5, nodes=("n0", "n1"), replicas=2)
     one_lost = [Excuse("n0", 5 * SECOND, 6 * SECOND, lost=True)]
@@ -207,3 +228,12 @@ def test_f59_a_seed_is_a_schedule() -> None:
     assert steps != schedule(6, shape, 60_000)
     assert len({step.kind for seed in range(5) for step in schedule(seed, shape, 60_000)}) >= 7
     assert all(step.at_ms + step.for_ms <= 60_000 for step in steps)
+
+
+def test_only_a_file_system_of_its_own_is_filled() -> None:
+    def kinds(**more: bool) -> set[str]:
+        shape = Shape("embedded", 0, master_count=1, **more)  # type: ignore[arg-type]
+        return {step.kind for seed in range(5) for step in schedule(seed, shape, 60_000)}
+
+    assert "fill" in kinds(fills=True)
+    assert "fill" not in kinds()

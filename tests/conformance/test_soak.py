@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,14 @@ from transport_pair import MS, start_far
 
 from mooncake_py._native.memory import crc32c
 from mooncake_py.errors import MooncakeError
-from mooncake_py.transfer import FLAG_CRC, EngineOptions, Faults, TransferEngine, make_slices
+from mooncake_py.transfer import (
+    FLAG_CRC,
+    EngineOptions,
+    Faults,
+    Rdma,
+    TransferEngine,
+    make_slices,
+)
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "6"))
 SEED = int(os.environ.get("SOAK_SEED", "20261129"))
@@ -42,16 +50,18 @@ WORKERS = 4
 RECOVERY_S = 60  # no machine is that busy
 FAULTS = {"loss_ppm": 2000, "corrupt_ppm": 2000, "cut_ppm": 300, "delay_us": 300}
 TROUBLES = ["stop", "long stop", "kill", "hang up", "strangers"]
+ANY_PORTS = Rdma()
 WIRE_TROUBLES = ["cut", "reset", "delay", "corrupt", "silence"]
 
 
 class Soak:
-    def __init__(self, transport: str, seed: int) -> None:
+    def __init__(self, transport: str, seed: int, near: Rdma, far: Rdma) -> None:
+        """near, far: which ports each side uses where it is rdma."""
         self.dice = random.Random(seed)
         faults = Faults(seed=seed, **FAULTS) if transport == "fake" else None
-        self.options = EngineOptions(listen="127.0.0.1:0", transports=(transport,))
-        near = EngineOptions(listen="127.0.0.1:0", transports=(transport,), faults=faults)
-        self.near = TransferEngine(near)
+        plain = EngineOptions(listen="127.0.0.1:0", transports=(transport,))
+        self.options = replace(plain, rdma=far)
+        self.near = TransferEngine(replace(plain, rdma=near, faults=faults))
         self.relay = None if transport == "shm" else Relay(self.dice)
         self.process: Any = None
         self.address = ""
@@ -254,9 +264,13 @@ def run_all(works: list[Callable[[], object]], seconds: float) -> list[str]:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "fake"])
 def test_a40_a_soak_leaves_nothing_stuck_wrong_or_behind(transport: str) -> None:
-    Soak(transport, SEED).close()
+    endure(transport)
+
+
+def endure(transport: str, near: Rdma = ANY_PORTS, far: Rdma = ANY_PORTS) -> None:
+    Soak(transport, SEED, near, far).close()
     before = level()
-    soak = Soak(transport, SEED)
+    soak = Soak(transport, SEED, near, far)
     works: list[Callable[[], object]] = [soak.disturb]
     works += [partial(soak.work, SEED + n) for n in range(WORKERS)]
     stuck = run_all(works, SECONDS + 2 * RECOVERY_S)

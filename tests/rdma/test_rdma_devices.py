@@ -50,6 +50,29 @@ def test_a44_two_engines_without_a_common_way_say_so_without_device() -> None:
         near.open(far.address, timeout_ms=MS)
 
 
+def test_a_peer_without_a_common_way_for_bytes_can_be_told_things_without_device() -> None:
+    """A master without a device has to reach nodes that have RDMA alone."""
+    with (
+        TransferEngine(EngineOptions(listen="127.0.0.1:0", transports=("shm",))) as far,
+        TransferEngine(EngineOptions(transports=("tcp", "messages"))) as near,
+    ):
+        region = far.register(np.arange(5000, dtype=np.uint8))
+        peer = near.open(far.address, timeout_ms=MS)
+        assert peer.transport == "messages"
+        peer.send(7, b"hello", timeout_ms=MS)
+        message = far.inbox.receive(MS)
+        assert message is not None
+        assert (message.kind, bytes(message.payload)) == (7, b"hello")
+        slices = make_slices(1)
+        slices["region"], slices["length"] = region.id, 100
+        slices["local"] = address_of(np.zeros(100, np.uint8))[0]
+        for transfer in (near.read, near.write):
+            with pytest.raises(PeerUnreachable, match="messages alone"):
+                transfer(peer, slices, timeout_ms=MS)
+        peer.send(7, b"again", timeout_ms=MS)
+        assert far.inbox.receive(MS) is not None
+
+
 def test_users_name_devices_behind_the_transport_without_device() -> None:
     options = options_for(("shm", "rdma:mlx5_0:1+mlx5_1", "tcp"))
     assert options.transports == ("shm", "rdma", "tcp")

@@ -96,7 +96,7 @@ std::vector<std::string> names_in(const char* text) {
 
 int32_t settings_of(const mc_engine_options& options, Settings* out) {
   constexpr uint32_t known = MC_TRANSPORT_LOCAL | MC_TRANSPORT_SHM | MC_TRANSPORT_TCP |
-                             MC_TRANSPORT_RDMA | MC_TRANSPORT_FAKE;
+                             MC_TRANSPORT_RDMA | MC_TRANSPORT_FAKE | MC_TRANSPORT_MESSAGES;
   if (options.struct_size != sizeof options) {
     return fail(MC_E_USAGE, "mc_engine_options has %zu bytes, not %u", sizeof options,
                 options.struct_size);

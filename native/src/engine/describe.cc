@@ -19,6 +19,7 @@ const char* transport_name(uint32_t transport) {
     case MC_TRANSPORT_SHM: return "shm";
     case MC_TRANSPORT_TCP: return "tcp";
     case MC_TRANSPORT_RDMA: return "rdma";
+    case MC_TRANSPORT_MESSAGES: return "messages";
     default: return "fake";
   }
 }

@@ -9,6 +9,7 @@
 #include "engine/greeter.h"
 #include "engine/hello.h"
 #include "transport/fake/fake_endpoint.h"
+#include "transport/stream/messages_endpoint.h"
 #include "transport/rdma/rdma_endpoint.h"
 
 namespace mc {
@@ -261,6 +262,9 @@ std::shared_ptr<StreamEndpoint> Engine::make_stream(uint32_t choice, Introductio
   if (choice == MC_TRANSPORT_RDMA) {
     const bool tcp = (transports_ & who.transports & MC_TRANSPORT_TCP) != 0;
     return std::make_shared<RdmaEndpoint>(*this, std::move(who), stream_limits(), *fabric_, tcp);
+  }
+  if (choice == MC_TRANSPORT_MESSAGES) {
+    return std::make_shared<MessagesEndpoint>(*this, std::move(who), stream_limits());
   }
   if (choice != MC_TRANSPORT_FAKE) {
     return std::make_shared<StreamEndpoint>(*this, std::move(who), stream_limits(),

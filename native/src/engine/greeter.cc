@@ -135,7 +135,9 @@ void Greeter::choice_on_progress() {
   Hello ready = engine_.own_hello();
   ready.step = Step::kReady;
   constexpr uint32_t streams = MC_TRANSPORT_TCP | MC_TRANSPORT_FAKE | MC_TRANSPORT_RDMA;
-  if (std::popcount(choice) != 1 || (choice & streams & engine_.transports()) == 0) {
+  // Messages are taken from whoever may call at all: they travel by TCP whatever bytes travel by.
+  const uint32_t possible = (streams & engine_.transports()) | MC_TRANSPORT_MESSAGES;
+  if (std::popcount(choice) != 1 || (choice & possible) == 0) {
     ready.status = MC_E_PEER_UNREACHABLE;
     engine_.refused();
     (void)answer_on_progress(ready);

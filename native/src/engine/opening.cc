@@ -139,10 +139,13 @@ int32_t Engine::open_shm(const Hello& hello, const std::string& address, Deadlin
 int32_t Engine::open_stream(Fd fd, const Hello& hello, const std::string& address,
                             const std::string& reason, Deadline deadline, uint64_t* out_peer) {
   const uint32_t both = transports_ & hello.transports;
-  const uint32_t choice = (both & MC_TRANSPORT_FAKE) != 0   ? MC_TRANSPORT_FAKE
-                          : (both & MC_TRANSPORT_RDMA) != 0 ? MC_TRANSPORT_RDMA
-                                                            : MC_TRANSPORT_TCP;
-  if ((both & choice) == 0) {
+  constexpr uint32_t words = MC_TRANSPORT_MESSAGES;
+  const uint32_t choice = (both & MC_TRANSPORT_FAKE) != 0     ? MC_TRANSPORT_FAKE
+                          : (both & MC_TRANSPORT_RDMA) != 0   ? MC_TRANSPORT_RDMA
+                          : (both & MC_TRANSPORT_TCP) != 0    ? MC_TRANSPORT_TCP
+                          : (transports_ & words) != 0        ? words
+                                                              : 0;
+  if (choice == 0) {
     return fail(MC_E_PEER_UNREACHABLE,
                 "%s: no common transport works (here %#x, there %#x; %s)", address.c_str(),
                 transports_, hello.transports, reason.c_str());
@@ -165,7 +168,7 @@ int32_t Engine::open_stream(Fd fd, const Hello& hello, const std::string& addres
     return status;
   }
   HostPort where;
-  const bool lanes = choice != MC_TRANSPORT_RDMA;  // its data goes another way
+  const bool lanes = choice != MC_TRANSPORT_RDMA && choice != words;  // data goes another way, or none
   if (lanes && parse_host_port(address, &where) == MC_OK) {
     open_lanes(where, hello, *endpoint, deadline);
   }

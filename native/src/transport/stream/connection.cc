@@ -28,7 +28,8 @@ Connection::Connection(Fd fd, bool passes_fds, StreamEndpoint& owner, Host& host
       owner_raw_(&owner),
       out_(fd_.get(), limits.copied_max, credit),
       in_(fd_.get(), passes_fds, *this),
-      message_window_(limits.message_window) {}
+      message_window_(limits.message_window),
+      carries_bytes_(owner.carries_bytes()) {}
 
 Connection::~Connection() {
   if (reserved_) host_.unreserve(reserved_nbytes_);
@@ -161,7 +162,14 @@ void Connection::finish_work(uint64_t n) {
 
 // ---- frames --------------------------------------------------------------------------------
 
+// Frames that move no byte of a region and ask for none.
+static bool of_messages(FrameType type) {
+  return type == FrameType::kMessage || type == FrameType::kReply || type == FrameType::kCredit ||
+         type == FrameType::kRevoked || type == FrameType::kRevokedAck;
+}
+
 Connection::Body Connection::begin_on_progress(const FrameHead& head) {
+  if (!carries_bytes_ && !of_messages(head.type)) return Body::kBad;
   switch (head.type) {
     case FrameType::kMessage:
     case FrameType::kReply:

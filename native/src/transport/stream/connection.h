@@ -99,6 +99,7 @@ class Connection final : public Source,
   PartTable parts_;
   std::atomic<uint64_t> work_{0};
   const uint64_t message_window_;
+  const bool carries_bytes_;
   std::atomic<uint64_t> untaken_{0};  // messages received and not credited
   std::atomic<uint64_t> credit_{0};   // of untaken_, what the program took
   std::atomic<bool> closed_{false};

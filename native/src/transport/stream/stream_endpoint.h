@@ -50,6 +50,7 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   uint32_t message_bytes_max() const { return limits_.message_bytes_max; }
   const Introduction& peer() const { return peer_; }
   bool is_near() const { return near_; }  // by TCP, and both ends have one address
+  virtual bool carries_bytes() const { return true; }  // false: whoever sends any is cut
 
   // For its connections.
   virtual void issue();
