@@ -208,6 +208,7 @@ class Inventory:
     compare: bool = False
     cursor: int = 0
     absent: bytes = b""  # REPLICA_ROW
+    first_generation: int = 0  # of the mount that asked for it; 0: it does not say
 
 
 @dataclass(frozen=True, slots=True)

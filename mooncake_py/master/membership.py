@@ -51,6 +51,7 @@ class Segment:
     __slots__ = (
         "address",
         "allocator",
+        "asked_below",
         "compared",
         "disk",
         "disk_id",
@@ -104,6 +105,7 @@ class Segment:
         self.recorded = True  # this master knows what it holds
         self.compared = True  # and the node knows what this master believes
         self.owed: Sequence[tuple[int, int]] = ()  # generations it may hold unrecorded
+        self.asked_below = 0  # the first generation that the mount answered, for which it tells
         self.seen_ms = now_ms
         self.new_ms = now_ms  # since when it is there; 0: it was before this master
         self.used_units = 0

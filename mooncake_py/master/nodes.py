@@ -83,7 +83,8 @@ def mount(state: CatalogState, command: Mount, now_ms: int) -> Applied:
     state.counters["mounts"] += 1
     mounted = Mounted(segment.segment_id)
     if command.recovers and not (segment.recorded and segment.compared):
-        mounted = Mounted(segment.segment_id, True, expected, state.next_generation)
+        segment.asked_below = state.next_generation
+        mounted = Mounted(segment.segment_id, True, expected, segment.asked_below)
     return work.done(mounted, now_ms)
 
 

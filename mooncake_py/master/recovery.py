@@ -7,6 +7,10 @@ in design/recovery.md; in short:
 2. *Compare.* Then the master says page by page what it believes to be there. What the node lacks is
    a lost replica; what it holds besides has ended and is unsealed.
 
+A page says which mount it answers. A node tells on a thread of its own, so one that was for the
+master before can arrive after the mount with this one, and its "that was all" is not about what
+this one asked for.
+
 Each extent that is told is judged alone; nothing depends on another one's fate:
 
 | the catalog has | then |
@@ -245,6 +249,9 @@ def inventory(state: CatalogState, command: Inventory, now_ms: int) -> Applied:
     segment = state.members.known(command.node, command.incarnation, command.segment_id)
     if segment is None or not segment.mounted:
         cause = f"segment {command.segment_id} of {command.node!r} is not mounted here"
+        return Applied(Refused(ObjectNotFound.code, cause))
+    if command.first_generation not in (0, segment.asked_below):
+        cause = f"segment {command.segment_id} was asked for another mount than its latest"
         return Applied(Refused(ObjectNotFound.code, cause))
     if len(command.names) * EXTENT_ROW.size != len(command.rows):
         return Applied(Refused(UsageError.code, "inventory: one name a row"))

@@ -247,7 +247,10 @@ class DiskTier:
             )  # fmt: skip
         self._disk_segment_id, self._secret = mounted.segment_id, mounted.grant_secret
         self._audit_after, self._audit_fast, self._audit_due_ms = 0, True, 0
-        page = Page(self._name, self._incarnation, mounted.segment_id)
+        page = Page(
+            self._name, self._incarnation, mounted.segment_id,
+            first_generation=mounted.first_generation,
+        )  # fmt: skip
         self._teller.begin(page, mounted.unrecorded if mounted.recover else None)
 
     def _ask(self) -> None:

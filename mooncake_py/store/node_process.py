@@ -360,7 +360,10 @@ class Node:
         self._pulls.mounted = Mounted(mount.segment_id, mount.grant_secret, mount.name_secret)
         self._answered = True
         if mount.recover:
-            page = Page(self.name, self._incarnation, mount.segment_id)
+            page = Page(
+                self.name, self._incarnation, mount.segment_id,
+                first_generation=mount.first_generation,
+            )  # fmt: skip
             self._teller.ask(Job(page, mount.unrecorded, mount.first_generation))
 
     def _remember(self, file: SegmentFile, identity: Identity) -> None:

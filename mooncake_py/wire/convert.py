@@ -195,7 +195,7 @@ def _inventory(r: pb.InventoryRequest, edge: Edge) -> c.Inventory:
     return c.Inventory(
         r.node, r.incarnation, r.segment_id, r.rows,
         list(names.split(r.names, r.name_ends, count)),
-        r.recorded, r.compare, r.cursor, r.absent,
+        r.recorded, r.compare, r.cursor, r.absent, r.first_generation,
     )  # fmt: skip
 
 

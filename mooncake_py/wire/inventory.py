@@ -41,6 +41,7 @@ class Page:
     compare: bool = False
     cursor: int = 0
     absent: bytes = b""
+    first_generation: int = 0  # of the mount that this answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ def inventory_request(page: Page) -> Message:
         compare=page.compare,
         cursor=page.cursor,
         absent=page.absent,
+        first_generation=page.first_generation,
     )
 
 

@@ -379,10 +379,14 @@ class Simulation:
         if how == "stop" and node is not None and not node._stopped:
             self.world.note(f"{name} is told to stop")
             cluster.scheduler.start(host, lambda: cluster.stop_node(host, node))
-            self.world.after(3_500, lambda: self._end_node(name, "node"))
+            self.world.after(3_500, lambda: self._lose_patience(name, host))
             return
         cluster.kill(host)
         self.world.after(self.world.random.randrange(1, 4_500), lambda: cluster.raise_node(name))
+
+    def _lose_patience(self, name: str, host: Host) -> None:
+        if self.cluster.nodes[name][0] is host and not self.cluster.peace:
+            self._end_node(name, "node")
 
     # --- the end --------------------------------------------------------------------------------
 

@@ -12,13 +12,15 @@ from catalog_nodes import SETTINGS, Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_py.errors import Backpressure
+from mooncake_py.errors import Backpressure, ObjectNotFound
 from mooncake_py.master import records
 from mooncake_py.master.catalog import Catalog
 from mooncake_py.master.commands import (
     CopyObjects,
     Granted,
     Heartbeat,
+    Inventoried,
+    Inventory,
     Name,
     PutStart,
     Refused,
@@ -51,6 +53,30 @@ def test_f11_a_put_whose_commit_was_lost_counts_and_its_writer_is_told_so() -> N
     cluster.crash(1)
     assert cluster.keys() == [b"k"]
     assert cluster.driver.end([b"k"], [generation]) == [0]
+
+
+def test_f11_what_a_node_told_the_master_before_is_not_the_end_of_what_this_one_asked() -> None:
+    """The node tells on a thread of its own; its last page for a master that died may arrive after
+    the mount with the next one, which then took all that was yet to be told for ended."""
+    cluster = Cluster("a")
+    node = cluster.nodes["a"]
+    cluster.put(b"k")
+    cluster.crash(1, nodes=False)
+    before = node.mount(cluster.driver)
+    cluster.crash(0, nodes=False)
+    now = node.mount(cluster.driver)
+    assert now.first_generation > before.first_generation
+    who = (node.name, node.incarnation, node.segment_id)
+    for page in ({"recorded": True}, {"compare": True}):
+        stale = Inventory(*who, **page, first_generation=before.first_generation)  # type: ignore[arg-type]
+        reply = cluster.driver.apply(stale).reply
+        assert isinstance(reply, Refused)
+        assert reply.code == ObjectNotFound.code
+    assert cluster.driver.start([b"new"]).status != b"\0", "nothing is placed there yet"
+    node.recover(cluster.driver, now)
+    assert cluster.keys() == [b"k"]
+    done = Inventory(*who, recorded=True, first_generation=now.first_generation)
+    assert isinstance(cluster.driver.apply(done).reply, Inventoried)
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -507,6 +507,7 @@ class InventoryRequest(Message):
     compare: bool
     cursor: int
     absent: bytes
+    first_generation: int
     def __init__(
         self,
         *,
@@ -520,6 +521,7 @@ class InventoryRequest(Message):
         compare: bool | None = ...,
         cursor: int | None = ...,
         absent: bytes | None = ...,
+        first_generation: int | None = ...,
     ) -> None: ...
 
 class InventoryReply(Message):
