@@ -57,9 +57,11 @@ random64 = st.integers(0, 2**64 - 1)
 
 
 class CatalogMachine(RuleBasedStateMachine):
+    catalog_settings = SETTINGS
+
     @initialize(nbytes=st.sampled_from([2048, 8192]))
     def begin(self, nbytes: int) -> None:
-        self.driver = Driver(SETTINGS)
+        self.driver = Driver(self.catalog_settings)
         self.reference = Reference(self.driver)
         self.nbytes = nbytes
         self.incarnations = dict.fromkeys(NODES, 1)
@@ -354,7 +356,7 @@ class CatalogMachine(RuleBasedStateMachine):
         driver.catalog.apply(Tick(0), driver.now_ms)
         before = picture(driver.catalog)
         snapshot, position = self.snapshot or (b"", 0) if from_snapshot else (b"", 0)
-        fresh = Catalog(SETTINGS)
+        fresh = Catalog(self.catalog_settings)
         report = fresh.restore(snapshot, driver.log[position:], driver.now_ms)
         assert report.damaged_records == report.unknown_records == 0
         assert report.extents_overlapping == 0
