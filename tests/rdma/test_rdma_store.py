@@ -102,3 +102,22 @@ def test_f03_of_a_memfd_that_became_shorter_the_device_holds_what_was_there(
     registered.close()
     os.ftruncate(fd, 4 * MIB)
     os.close(fd)
+
+
+def test_a08_a_master_without_a_device_tells_nodes_of_rdma_alone_of_removals() -> None:
+    """What is removed under a lease may be read until its node is told, or for a minute here: more
+    than the call has."""
+    options = ClusterOptions(
+        node_count=1,
+        segment_bytes=32 * MIB,
+        node_arguments=["--transports", FAR],
+        master_arguments=["--set=lease_ms=60000"],
+    )
+    with (
+        Cluster(options) as running,
+        StoreClient(running.address, transports=(NEAR,), timeout_ms=20_000) as client,
+    ):
+        client.put("key", b"value")
+        assert client.get("key") == b"value"
+        assert client.remove("key", force=True) is None
+        assert not client.exists("key")
