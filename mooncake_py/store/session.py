@@ -38,7 +38,7 @@ import numpy as np
 from mooncake_py._native import ffi
 from mooncake_py.clock import Deadline
 from mooncake_py.errors import MooncakeError, ObjectNotFound, UsageError
-from mooncake_py.model import OBJECT_MAX_BYTES
+from mooncake_py.model import DEFAULT_POLICY, OBJECT_MAX_BYTES, ReplicaPolicy
 from mooncake_py.store.buffers import source_span
 from mooncake_py.store.outcomes import GetOutcome
 from mooncake_py.store.regions import RegisteredMemory
@@ -187,7 +187,7 @@ class WriteSession:
         keys: Sequence[str],
         sizes: Sequence[int],
         alloc: Callable[[int], RegisteredMemory],
-        put: Callable[[Sequence[str], Sequence[Any]], list[MooncakeError | None]],
+        put: Callable[..., list[MooncakeError | None]],
     ) -> None:
         if not all(isinstance(size, Integral) and 0 <= size <= OBJECT_MAX_BYTES for size in sizes):
             raise UsageError("a size is a whole number of bytes", sizes=list(sizes)[:8])
@@ -235,15 +235,18 @@ class WriteSession:
                 view[offset : offset + len(part)] = part
                 written.add(offset, offset + len(part))
 
-    def commit(self) -> list[MooncakeError | None]:
-        """Store all objects. One outcome a key, as of `put_batch`, or UsageError for an object of
-        which a part was never written; the session has ended."""
+    def commit(
+        self, *, policy: ReplicaPolicy = DEFAULT_POLICY, upsert: bool = False
+    ) -> list[MooncakeError | None]:
+        """Store all objects, as `put_batch` does with this policy. One outcome a key, as its, or
+        UsageError for an object of which a part was never written; the session has ended."""
         if self._memory is None:
             raise UsageError("the session has ended")
         try:
             outcomes = [self._refusal(i) for i in range(len(self._keys))]
             whole = [i for i, outcome in enumerate(outcomes) if outcome is None]
-            stored = self._put([self._keys[i] for i in whole], [self._views[i] for i in whole])
+            keys, values = [self._keys[i] for i in whole], [self._views[i] for i in whole]
+            stored = self._put(keys, values, policy=policy, upsert=upsert)
             for i, outcome in zip(whole, stored, strict=True):
                 outcomes[i] = outcome
             return outcomes

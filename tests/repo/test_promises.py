@@ -19,7 +19,7 @@ def test_tests_name_only_promises_that_exist() -> None:
     assert set(covered()) <= set(promises())
 
 
-@pytest.mark.parametrize("room", ["clients", "conformance", "integration", "rdma", "unit"])
+@pytest.mark.parametrize("room", ["clients", "conformance", "integration", "rdma", "sim", "unit"])
 def test_every_sentence_has_tests_that_exist(room: str) -> None:
     tests = ROOT / "tests"
     table = tomllib.loads((tests / room / "sentences.toml").read_text())

@@ -241,3 +241,20 @@ def test_a_strict_wish_for_replicas_is_not_striped_and_one_group_holds_stripes_a
     driver.remove([b"side"])
     assert driver.exists([b"big", b"side"]) == [0, 0]
     check_invariants(driver.catalog)
+
+
+def test_fragmentation_can_be_seen_in_the_numbers_of_every_segment() -> None:
+    """Much is free, and no piece of it is large."""
+    driver = Driver(S)
+    segment_id = driver.mount("a", 256 * KIB)
+    keys = [b"%02d" % i for i in range(56)]
+    assert not any(driver.put(keys, 4 * KIB - 64))
+    driver.remove(keys[::2], force=True)
+    info = driver.apply(Status()).reply
+    assert isinstance(info, StatusInfo)
+    assert info.used_bytes == 28 * 4 * KIB
+    assert info.counters[f"largest_hole_bytes.{segment_id}"] == 32 * KIB
+    driver.remove(keys[1::2], force=True)
+    info = driver.apply(Status()).reply
+    assert isinstance(info, StatusInfo)
+    assert info.counters[f"largest_hole_bytes.{segment_id}"] == 256 * KIB
