@@ -26,6 +26,7 @@ _ABI: dict[str, str | None] = {
     "segment.h": "memory",
     "engine.h": "engine",
     "pulls.h": "node",
+    "keys.h": "master",
     "door.h": "master",
     "puts.h": "client",
 }

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from mooncake_py._native import ffi, lib
 from mooncake_py._native.check import check
+from mooncake_py._native.keys import NativeKeys
 
 ABSENT: int = lib.MC_DOOR_ABSENT
-COMPLETE: int = lib.MC_DOOR_COMPLETE
 WRITING: int = lib.MC_DOOR_WRITING
 MAY_EXISTS: int = lib.MC_DOOR_EXISTS
 MAY_COMMIT: int = lib.MC_DOOR_COMMIT
@@ -37,15 +37,17 @@ class Commit(NamedTuple):
 
 
 class NativeDoor:
-    """One thread's. `engine` is a native handle that outlives this object. Raises OutOfSpace from
-    `set` and `reserve`: then the mirror is not right any more and this must be closed."""
+    """One thread's, which is that of `keys`. `engine` is a native handle that outlives this object.
+    Raises OutOfSpace from `set` and `reserve`: then the mirror is not right any more and this must
+    be closed."""
 
-    def __init__(self, engine: Any, kinds: Kinds, secret: bytes) -> None:
+    def __init__(self, engine: Any, keys: NativeKeys, kinds: Kinds, secret: bytes) -> None:
         out = ffi.new("mc_door **")
         native = ffi.new("mc_door_kinds *", kinds._asdict())
-        check(lib.mc_door_open(engine, native, secret, out), "open door")
+        check(lib.mc_door_open(engine, keys.handle, native, secret, out), "open door")
         self._handle = ffi.gc(out[0], lib.mc_door_close)
         self._engine = engine
+        self._keys = keys
         self._counts = ffi.new("mc_door_counts *")
         self._log = (
             ffi.new("mc_door_commit **"), ffi.new("uint64_t *"), ffi.new("uint8_t **"),
@@ -53,7 +55,8 @@ class NativeDoor:
         )  # fmt: skip
 
     def set(self, tenant: bytes, keys: Sequence[bytes], states: bytes) -> None:
-        """What these keys of a tenant are from now on: ABSENT, COMPLETE or WRITING each."""
+        """What these keys of a tenant are from now on: ABSENT (complete, perhaps) or WRITING
+        each."""
         ends = ffi.from_buffer(_NUMBERS, array("Q", accumulate(map(len, keys))))
         text = b"".join(keys)
         status = lib.mc_door_set(self._handle, tenant, len(tenant), text, ends, len(keys), states)

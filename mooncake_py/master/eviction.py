@@ -35,6 +35,10 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_py._native.keys import move_to_end
 from mooncake_py.master.objects import (
     HARD_PIN,
     LONG_LEASE,
@@ -45,17 +49,18 @@ from mooncake_py.master.objects import (
     ObjectTable,
 )
 
+_FEW = 8  # slots that are not worth columns
 _STALE_MIN = 1024  # entries of pins that were changed, and are never worth a clean-up
 
 
 class Links:
     """Doubly linked lists of slots. A list is named by its head, a node that is no slot."""
 
-    __slots__ = ("_free", "_heads", "next", "previous")
+    __slots__ = ("_columns", "_free", "_heads", "next", "previous")
 
     def __init__(self, slots_max: int, lists_max: int) -> None:
-        self.next = Column("u4", slots_max + lists_max).one
-        self.previous = Column("u4", slots_max + lists_max).one
+        self._columns = tuple(Column("u4", slots_max + lists_max) for _ in range(2))
+        self.next, self.previous = (each.one for each in self._columns)
         self._heads = slots_max
         self._free: list[int] = []
 
@@ -85,6 +90,11 @@ class Links:
         self.next[slot] = first
         self.previous[slot] = head
         self.next[head] = slot
+
+    def move(self, slots: NDArray[np.int64], head: int) -> None:
+        """These, none of them twice, become the last ones of the list, in order."""
+        following, previous = self._columns
+        move_to_end(following.many, previous.many, slots, head)
 
     def unlink(self, slot: int) -> None:
         before, after = self.previous[slot], self.next[slot]
@@ -278,6 +288,9 @@ class Lru(Pool):
         self._links.prepend(slot, self._list_of(slot))
 
     def touch(self, slots: Iterable[int], now_ms: int) -> None:
+        slots = slots if isinstance(slots, list) else list(slots)
+        if len(slots) >= _FEW and self._touch_many(np.array(slots, dtype=np.int64), now_ms):
+            return
         stamp, all_flags = self._table.stamp, self._table.flags
         next_, previous, read = self._links.next, self._links.previous, self._read
         for slot in slots:
@@ -300,6 +313,21 @@ class Lru(Pool):
             previous[slot] = last
             next_[slot] = read
             previous[read] = slot
+
+    def _touch_many(self, slots: NDArray[np.int64], now_ms: int) -> bool:
+        """Column by column; False, and nothing is done: some are protected, or there twice."""
+        table = self._table
+        flags = table.flags_column.many[slots]
+        if (flags & np.uint16(HARD_PIN | SOFT_PIN | PARKED)).any():
+            return False
+        if len(np.unique(slots)) < len(slots):
+            return False
+        table.stamp_column.many[slots] = now_ms
+        unread = np.flatnonzero(flags & np.uint16(READ) == 0)
+        table.flags_column.many[slots[unread]] |= np.uint16(READ)
+        self._unread -= len(unread)
+        self._links.move(slots, self._read)
+        return True
 
     def _touch_protected(self, slot: int, flags: int) -> None:
         self._table.flags[slot] = (flags | READ) & ~PARKED

@@ -84,11 +84,11 @@ def _look(state: CatalogState, tenant: Tenant, listing: Listing, command: List) 
     listing.slot = start + _LOOK_MAX
     stop = min(listing.slot, len(table.key))
     mine = np.flatnonzero(table.tenant_column.many[start:stop] == tenant.number) + start
-    keys, after, prefix = table.key, command.after, command.prefix
+    after, prefix = command.after, command.prefix
     run = [
         key
-        for slot in mine.tolist()
-        if (key := keys[slot]) is not None and after < key < PART_MARK and key.startswith(prefix)
+        for key in table.key.many(mine)
+        if key is not None and after < key < PART_MARK and key.startswith(prefix)
     ]
     if run:
         run.sort(reverse=True)

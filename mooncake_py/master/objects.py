@@ -1,4 +1,4 @@
-"""Complete objects in packed columns: 43 bytes an object besides its key and index entry.
+"""Complete objects in packed columns: 43 bytes an object besides its key and index entry (keys.py).
 
 A slot is a row number in all columns. Columns are reserved for `objects_max` rows at once; pages of
 memory that no row has used cost nothing, and no column ever moves (growing by copy would stop the
@@ -16,11 +16,14 @@ Not thread-safe; pure.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, MutableSequence
+from collections.abc import MutableSequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mooncake_py._native.keys import NativeKeys
+from mooncake_py.master.keys import CompleteKeys, SlotKeys
 
 PLACE_BITS = 44
 PLACE_MASK = (1 << PLACE_BITS) - 1
@@ -55,6 +58,7 @@ class ObjectTable:
 
     __slots__ = (
         "_free",
+        "_native",
         "capacity",
         "copied",
         "costs",
@@ -68,11 +72,13 @@ class ObjectTable:
         "key",
         "leases",
         "length",
+        "length_column",
         "more",
         "place",
         "place_column",
         "soft_pins",
         "stamp",
+        "stamp_column",
         "tenant",
         "tenant_column",
         "ttls",
@@ -81,13 +87,16 @@ class ObjectTable:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.key: list[bytes | None] = []
+        self._native = NativeKeys(capacity)
+        self.key = SlotKeys(self._native)
         self.place_column = Column("u8", capacity)
         self.place = self.place_column.one
         self.generation_column = Column("u8", capacity)
         self.generation = self.generation_column.one
-        self.length = Column("u8", capacity).one
-        self.stamp = Column("u8", capacity).one  # ms of the last Locate, or of the commit
+        self.length_column = Column("u8", capacity)
+        self.length = self.length_column.one
+        self.stamp_column = Column("u8", capacity)
+        self.stamp = self.stamp_column.one  # ms of the last Locate, or of the commit
         self.tenant_column = Column("u2", capacity)
         self.tenant = self.tenant_column.one
         self.flags_column = Column("u2", capacity)
@@ -107,14 +116,29 @@ class ObjectTable:
     def __len__(self) -> int:
         return len(self.key) - len(self._free)
 
+    def keys_of(self, tenant: int, name: str) -> CompleteKeys:
+        """The index of the keys of a tenant that has this number from now on."""
+        self._native.name_tenant(tenant, name.encode())
+        return CompleteKeys(self._native, self.key, tenant)
+
+    def forget_keys_of(self, tenant: int) -> None:
+        """There is no tenant with this number any more; it had no keys."""
+        self._native.forget_tenant(tenant)
+
+    @property
+    def native_keys(self) -> NativeKeys:
+        """For who answers from them natively (quick.py)."""
+        return self._native
+
     def add(self, key: bytes, generation: int, length: int, place: int, tenant: int) -> int:
         """A slot that holds these values; stamp and flags are 0. The table must not be full."""
         if self._free:
-            slot = self._free.pop()
-            self.key[slot] = key
+            slot = self._free[-1]
+            self.key.set(slot, tenant, key)
+            del self._free[-1]
         else:
             slot = len(self.key)
-            self.key.append(key)
+            self.key.set(slot, tenant, key)
         self.generation[slot] = generation
         self.length[slot] = length
         self.place[slot] = place
@@ -133,7 +157,7 @@ class ObjectTable:
             self.ttls.pop(slot, None)
             self.groups.pop(slot, None)
             self.costs.pop(slot, None)
-        self.key[slot] = None
+        self.key.clear(slot)
         self.flags[slot] = 0
         self.stamp[slot] = 0
         if self.heat[slot]:  # else a page of it may be touched for nothing
@@ -211,14 +235,14 @@ class ObjectTable:
             for slot in (np.flatnonzero(several & ~first) + start).tolist()
             if any(place >> PLACE_BITS == index for place in self.more[slot])
         ]
-        return [slot for slot in found if self.key[slot] is not None]
+        names = self._native.names
+        return [slot for slot in found if names[slot]]
 
-    def live(self) -> Iterable[int]:
-        """Slots that hold an object, in no useful order. Cost: all slots."""
-        return (slot for slot, key in enumerate(self.key) if key is not None)
+    def live(self) -> list[int]:
+        """Slots that hold an object, in order. Cost: all slots."""
+        found: list[int] = self.live_slots().tolist()
+        return found
 
     def live_slots(self) -> NDArray[np.int64]:
         """Slots that hold an object, in order."""
-        mask = np.ones(len(self.key), dtype=bool)
-        mask[np.array(self._free, dtype=np.int64)] = False
-        return np.flatnonzero(mask)
+        return self.key.live()

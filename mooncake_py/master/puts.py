@@ -151,7 +151,7 @@ class _PutStart:
             and max(sizes) <= KEY_MAX_BYTES
             and min(lengths) >= 0
             and max(lengths) <= length_max
-            and self.tenant.complete.keys().isdisjoint(keys)
+            and not self.tenant.complete.has_any(keys)
             and self.tenant.writing.keys().isdisjoint(keys)
             and len(set(keys)) == len(keys)
         ):

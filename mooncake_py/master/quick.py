@@ -2,9 +2,10 @@
 thread while it waits there (native/abi/door.h).
 
 Rules.
-* Two calls are answered: Exists, and the commit of reservations whose keys are free. What the door
-  knows is a mirror of the catalog: `CatalogState.touched` names the keys whose fate may have
-  changed, and they are told before the owner waits. What is not plain is left to the catalog: no
+* Two calls are answered: Exists, and the commit of reservations whose keys are free. The door reads
+  the catalog's own index of complete objects; what is being written it knows from a mirror:
+  `CatalogState.touched` names the keys whose writing began or ended, and they are told before the
+  owner waits. What is not plain is left to the catalog: no
   Exists while a node is not readable, while a placement is in doubt, or where objects end by
   themselves; no commit while a segment is leaving or nothing can be recorded.
 * A commit that was answered is a promise. The owner applies it, with the time of the answer, before
@@ -28,7 +29,6 @@ from typing import Any
 
 from mooncake_py._native.door import (
     ABSENT,
-    COMPLETE,
     MAY_COMMIT,
     MAY_EXISTS,
     WRITING,
@@ -54,7 +54,7 @@ Settle = Callable[[str, Sequence[bytes], Sequence[int], int], None]
 
 
 class QuickAnswers:
-    """The mirror of one catalog and the door that answers from it.
+    """The mirror of one catalog's grants, and the door that answers from it and from its keys.
 
     `settle`: applies what was promised. `may_record`: can changes be recorded now?
     """
@@ -70,8 +70,9 @@ class QuickAnswers:
     ) -> None:
         limits = (BATCH_MAX_KEYS, KEY_MAX_BYTES, TENANT_MAX_BYTES)
         kinds = Kinds(EXISTS.number, PUT_END.number, *limits)
-        self._door = NativeDoor(engine.native, kinds, secrets.token_bytes(16))
         self._state = catalog.state
+        keys = self._state.table.native_keys
+        self._door = NativeDoor(engine.native, keys, kinds, secrets.token_bytes(16))
         self._term = term
         self._clock = clock
         self._settle = settle
@@ -80,7 +81,6 @@ class QuickAnswers:
         self._told = (0, 0, 0, 0)
         self._state.touched = []
         for tenant in self._state.tenants:
-            self._mirror(tenant, tenant.complete)
             self._mirror(tenant, tenant.writing)
 
     def serve(self, timeout_ms: int, out: Any) -> int:
@@ -133,7 +133,7 @@ class QuickAnswers:
             self._mirror(tenant, some)
 
     def _mirror(self, tenant: Tenant, keys: Iterable[bytes]) -> None:
-        """Tell the door what these keys are."""
+        """Tell the door which of these keys are being written."""
         name, rest = tenant.name.encode(), iter(keys)
         try:
             while not self._broken and (some := list(islice(rest, _CHUNK_KEYS))):
@@ -143,7 +143,7 @@ class QuickAnswers:
             self._broken = True
 
     def _tell(self, tenant: Tenant, name: bytes, keys: list[bytes]) -> None:
-        complete, writing = tenant.complete, tenant.writing
+        writing = tenant.writing
         named = keys
         if any(map(is_reserved, keys)):
             named = [key for key in keys if not is_reserved(key)]
@@ -152,10 +152,7 @@ class QuickAnswers:
             generations = [int.from_bytes(key[1:], "little") for key in held]
             self._door.reserve(name, generations, expires)
         if named:
-            states = bytes(
-                COMPLETE if key in complete else WRITING if key in writing else ABSENT
-                for key in named
-            )
+            states = bytes([WRITING if key in writing else ABSENT for key in named])
             self._door.set(name, named, states)
 
 

@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mooncake_py.errors import (
     OK,
     ChecksumMismatch,
@@ -61,6 +64,11 @@ from mooncake_py.model import (
 
 _MISS = ObjectNotFound.code
 _SPECIAL = REPLICAS | TTL | GROUP
+_FEW = 8  # keys that are not worth columns
+# As PLACEMENT_ROW has it.
+_PLACEMENT = np.dtype(
+    [("key", "<u4"), ("entry", "<u4"), ("start", "<u8"), ("length", "<u8"), ("generation", "<u8")]
+)
 _WRONG_BYTES = (ChecksumMismatch.code, LeaseExpired.code)
 _UNREACHED = (PeerUnreachable.code, TransferTimeout.code)
 
@@ -79,7 +87,7 @@ def exists(state: CatalogState, command: Exists, now_ms: int) -> Applied:
     if tenant is None:
         present = bytes(len(keys))
     elif not (state.members.impaired or state.doubts or state.table.ttls or state.groups.hiding):
-        present = bytes(map(tenant.complete.__contains__, keys))
+        present = tenant.complete.has_each(keys)
     else:
         present = bytes(map(_readable(state, tenant, now_ms), keys))
     if command.prefix:
@@ -112,45 +120,21 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
     if tenant is None:
         misses = min(1, len(keys)) if command.prefix else len(keys)
         return Applied(Located(bytes([_MISS]) * misses, (), b"", lease_ms))
-    find = tenant.complete.get
     table = state.table
-    place_of, length_of, generation_of = table.place, table.length, table.generation
-    flags_of = table.flags
-    careful = bool(state.members.impaired or state.doubts)
-    pack = PLACEMENT_ROW.pack
     found = _Found()
-    entries, rows = found.entries, found.rows
-    slots: list[int] = []
     status = bytearray(len(keys))
-    for i, key in enumerate(keys):
-        slot = find(key)
-        if slot is None:
-            status[i] = _MISS
-            if command.prefix:
-                del status[i + 1 :]
-                break
-            continue
-        if careful or flags_of[slot] & _SPECIAL:
-            if not _add_special(state, slot, i, found, now_ms):
-                status[i] = _MISS
-                if command.prefix:
-                    del status[i + 1 :]
-                    break
-                continue
-        else:
-            place = place_of[slot]
-            entry = entries.setdefault(place >> PLACE_BITS, len(entries))
-            start = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
-            rows.append(pack(i, entry, start, length_of[slot], generation_of[slot]))
-        slots.append(slot)
+    hits = tenant.complete.find_many(keys)
+    if len(keys) < _FEW or not _add_usual(state, hits, command.prefix, status, found):
+        _add_any(state, hits.tolist(), command.prefix, status, found, now_ms)
+    slots = found.slots
     objects = _own_generations(table, slots, status) if found.moved else b""
     _count_located(state, tenant, slots + found.further, lease_ms, now_ms)
     for counters in (state.counters, tenant.counters):
         counters["locate_hits"] += len(slots)
         counters["locate_misses"] += len(status) - len(slots)
-    ids = [state.members.at(index).segment_id for index in entries]
-    parts = b"".join(found.parts)
-    answer = Located(bytes(status), ids, b"".join(rows), lease_ms, parts, objects)
+    ids = [state.members.at(index).segment_id for index in found.entries]
+    rows, parts = b"".join(found.rows), b"".join(found.parts)
+    answer = Located(bytes(status), ids, rows, lease_ms, parts, objects)
     if lease_ms > state.settings.lease_ms:  # a later master must know that there may be such ones
         return Applied(answer, state.lingering.lengthen(lease_ms, now_ms), durable_first=True)
     return Applied(answer)
@@ -160,11 +144,79 @@ def locate(state: CatalogState, command: Locate, now_ms: int) -> Applied:
 class _Found:
     """Of one locate, in the making."""
 
+    slots: list[int] = field(default_factory=list)
     entries: dict[int, int] = field(default_factory=dict)  # segment index -> entry of the table
     rows: list[bytes] = field(default_factory=list)  # PLACEMENT
     parts: list[bytes] = field(default_factory=list)  # PART
     further: list[int] = field(default_factory=list)  # slots of parts
     moved: bool = False  # some replica has another generation than its object
+
+
+def _add_usual(
+    state: CatalogState, hits: NDArray[np.int32], prefix: bool, status: bytearray, found: _Found
+) -> bool:
+    """Rows of all, column by column, so that they wait for memory together; False, and nothing is
+    done: some of them are not the usual object."""
+    table = state.table
+    missing = hits < 0
+    if prefix and missing.any():
+        first = int(missing.argmax())
+        hits, missing = hits[:first], missing[: first + 1]
+    there = np.flatnonzero(hits >= 0)
+    slots = hits[there].astype(np.int64)
+    careful = state.members.impaired or state.doubts
+    if careful or (table.flags_column.many[slots] & np.uint16(_SPECIAL)).any():
+        return False
+    places = table.place_column.many[slots]
+    on = (places >> np.uint64(PLACE_BITS)).astype(np.int64)
+    rows = np.empty(len(slots), dtype=_PLACEMENT)
+    rows["entry"] = _entries_of(on, found.entries)
+    rows["key"] = there
+    rows["start"] = (places & np.uint64(PLACE_MASK)) * np.uint64(EXTENT_ALIGN_BYTES)
+    rows["length"] = table.length_column.many[slots]
+    rows["generation"] = table.generation_column.many[slots]
+    found.rows.append(rows.tobytes())
+    found.slots = slots.tolist()
+    status[:] = (missing * np.uint8(_MISS)).tobytes()
+    return True
+
+
+def _entries_of(on: NDArray[np.int64], entries: dict[int, int]) -> NDArray[np.int64]:
+    """Entry of each of these segments, in the order in which they appear; `entries` is filled."""
+    segments, first, which = np.unique(on, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    entries.update((int(segments[each]), entry) for entry, each in enumerate(order))
+    return np.argsort(order)[which]
+
+
+def _add_any(
+    state: CatalogState,
+    hits: Sequence[int],
+    prefix: bool,
+    status: bytearray,
+    found: _Found,
+    now_ms: int,
+) -> None:
+    """Rows of any objects, one by one."""
+    table, entries, pack = state.table, found.entries, PLACEMENT_ROW.pack
+    careful = bool(state.members.impaired or state.doubts)
+    for i, slot in enumerate(hits):
+        good = slot >= 0
+        if good and (careful or table.flags[slot] & _SPECIAL):
+            good = _add_special(state, slot, i, found, now_ms)
+        elif good:
+            place = table.place[slot]
+            entry = entries.setdefault(place >> PLACE_BITS, len(entries))
+            start = (place & PLACE_MASK) * EXTENT_ALIGN_BYTES
+            row = (i, entry, start, table.length[slot], table.generation[slot])
+            found.rows.append(pack(*row))
+        if good:
+            found.slots.append(slot)
+            continue
+        status[i] = _MISS
+        if prefix:
+            del status[i + 1 :]
+            break
 
 
 def _own_generations(table: ObjectTable, slots: Sequence[int], status: bytearray) -> bytes:

@@ -140,9 +140,17 @@ class _Log:
         attempt = self.complete.get(generation)
         if attempt is not None:
             if extent not in attempt.extents:
+                if not any(map(self._in_memory, attempt.extents)) and self._in_memory(extent):
+                    # Its soft pin had ended when it was left on a disk alone.
+                    hard = attempt.pinned[1] if attempt.pinned else attempt.fields.hard_pin
+                    attempt.pinned = (0, hard)
                 attempt.extents.append(extent)
             if own != generation:
                 attempt.copied[extent] = own
+
+    def _in_memory(self, extent: tuple[int, int]) -> bool:
+        segment = self.segments.get(extent[0])
+        return segment is not None and not segment.disk_id
 
     def _rested(self, rows: Sequence[tuple[int, int, int, int]]) -> None:
         self.resting.extend(

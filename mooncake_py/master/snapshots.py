@@ -50,8 +50,8 @@ class Slices:
         start, self._next = self._next, self._next + count
         if start < self._slots:
             stop = min(self._next, self._slots)
-            live = [slot for slot in range(start, stop) if self._state.table.key[slot] is not None]
-            self._write(_object_records(self._state, self._now_ms, live))
+            live = self._state.table.key.live(start, stop)
+            self._write(_object_records(self._state, self._now_ms, live.tolist()))
             return True
         self._state.before_drop = None
         if self._graves:
@@ -164,7 +164,7 @@ def _object_records(
                 soft_pin_ms=soft_pin,
                 ttl_ms=ttl,
                 hard_pin=hard_pin,
-                keys=[table.key[slot] or b"" for slot in run],
+                keys=[key or b"" for key in table.key.many(run)],
                 generations=[table.generation[slot] for slot in run],
                 lengths=[table.length[slot] for slot in run],
                 replicas=[len(table.places(slot)) for slot in run],

@@ -66,6 +66,7 @@ class CatalogState:
         policy = _POLICIES[settings.eviction]
         self.tenants = Tenants(
             settings.tenants_max,
+            self.table,
             lambda: policy(self.table, links, settings.lease_ms, settings.spare_ms),
         )
         self.disks = DiskLists(self.table, settings.objects_max)
@@ -92,7 +93,7 @@ class CatalogState:
         self.aside: dict[int, int] = {}  # slots whose end frees nothing useful, with generation
         self.aside_version = 0  # of the membership then
         self.evicting = False  # between the watermarks, on the way down
-        # Keys that were written, stored or ended since somebody who mirrors them looked (quick.py).
+        # Keys whose writing began or ended since somebody who mirrors them looked (quick.py).
         self.touched: list[tuple[Tenant, bytes]] | None = None
 
     # --- grants ---------------------------------------------------------------------------------
@@ -263,11 +264,8 @@ class CatalogState:
         tenant.used_bytes -= units * EXTENT_ALIGN_BYTES * count
         key = table.key[slot]
         assert key is not None
-        if tenant.complete.get(key) == slot:
-            del tenant.complete[key]
+        if tenant.complete.leave(slot):
             tenant.part_count -= is_part(key)
-            if self.touched is not None:
-                self.touched.append((tenant, key))
         if table.flags[slot] & HARD_PIN:
             self.pin(tenant, -units * count)
         if table.flags[slot] & SOFT_PIN:
@@ -345,7 +343,7 @@ class CatalogState:
 
     def enter(self, tenant: Tenant, key: bytes, slot: int, now_ms: int) -> None:
         """The object is visible, and evictable unless it is protected."""
-        tenant.complete[key] = slot
+        tenant.complete.enter(slot)
         if self.touched is not None:
             self.touched.append((tenant, key))
         if self.members.disks and self._settle_on_disk(slot):

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mooncake_py.master.eviction import Pool
+from mooncake_py.master.keys import CompleteKeys
+from mooncake_py.master.objects import ObjectTable
 from mooncake_py.model import TENANT_MAX_BYTES
 
 
@@ -81,8 +83,8 @@ class Tenant:
     name: str
     number: int  # in the column of the object table
     pool: Pool
+    complete: CompleteKeys
     quota: Quota | None = None
-    complete: dict[bytes, int] = field(default_factory=dict)
     writing: dict[bytes, Grant] = field(default_factory=dict)
     used_bytes: int = 0  # extents of complete and writing objects
     part_count: int = (
@@ -144,11 +146,12 @@ class Tenants:
     """All tenants, by name and by number. Numbers are used again once a tenant is forgotten."""
 
     __slots__ = (
-        "_by_name", "_by_number", "_count_max", "_free_numbers", "_new_pool", "borrowers",
+        "_by_name", "_by_number", "_count_max", "_free_numbers", "_new_pool", "_table", "borrowers",
         "trimmed",
     )  # fmt: skip
 
-    def __init__(self, count_max: int, new_pool: Callable[[], Pool]) -> None:
+    def __init__(self, count_max: int, table: ObjectTable, new_pool: Callable[[], Pool]) -> None:
+        self._table = table
         self._new_pool = new_pool
         self.borrowers: dict[Tenant, None] = {}  # in an order that is the same everywhere
         self.trimmed: dict[Tenant, None] = {}  # with a quota for which their own objects go
@@ -181,7 +184,7 @@ class Tenants:
         else:
             number = len(self._by_number)
             self._by_number.append(None)
-        tenant = Tenant(name, number, self._new_pool())
+        tenant = Tenant(name, number, self._new_pool(), self._table.keys_of(number, name))
         self._by_name[name] = tenant
         self._by_number[number] = tenant
         return tenant
@@ -208,5 +211,6 @@ class Tenants:
         for tenant in empty:
             del self._by_name[tenant.name]
             self._by_number[tenant.number] = None
+            self._table.forget_keys_of(tenant.number)
             self._free_numbers.append(tenant.number)
         return empty

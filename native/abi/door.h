@@ -3,8 +3,8 @@
  * native/include/mooncake/mooncake.h.
  *
  * Two calls are: Exists, and the PutEnd of reservations whose keys are free. What is known for that
- * is a mirror, told by the owner of the catalog before it serves: which keys are complete, which
- * are being written, which reservations run. Whatever is not plain (an unknown field, a key that
+ * are the catalog's own keys (keys.h), and a mirror, told by the owner of the catalog before it
+ * serves: which keys are being written, which reservations run. Whatever is not plain (an unknown field, a key that
  * is not free, a reservation that is not known) is handed out, as is every other message.
  *
  * A commit that was answered here is a promise: the owner takes it from the log and applies it
@@ -38,11 +38,13 @@ typedef struct mc_door_counts {
     uint64_t reservations;
 } mc_door_counts;
 
-/* `secret`: 16 random bytes under which keys are hashed; the mirror has 16 bytes a key. */
-int32_t mc_door_open(mc_engine *engine, const mc_door_kinds *kinds, const uint8_t *secret,
-                     mc_door **out);
+/* `keys`: of the catalog, for as long as the door is open. `secret`: 16 random bytes under which keys
+ * are hashed; the mirror has 16 bytes a key. */
+int32_t mc_door_open(mc_engine *engine, mc_keys *keys, const mc_door_kinds *kinds,
+                     const uint8_t *secret, mc_door **out);
 void mc_door_close(mc_door *door); /* null is fine */
-/* n keys of a tenant, one after the other in `keys` with their ends: each is MC_DOOR_*.
+/* n keys of a tenant, one after the other in `keys` with their ends: each is MC_DOOR_WRITING or
+ * MC_DOOR_ABSENT (complete, perhaps).
  * MC_E_OUT_OF_SPACE: the mirror is not right any more; close the door. */
 int32_t mc_door_set(mc_door *door, const uint8_t *tenant, uint64_t tenant_nbytes,
                     const uint8_t *keys, const uint64_t *ends, uint64_t n, const uint8_t *states);

@@ -15,7 +15,10 @@ MASTER_EDGES = {
     "client", "link", "doors", "inbox", "listen", "owner", "process", "quick", "reign", "route",
     "leader", "standby", "unsealer", "writer",
 }  # fmt: skip
-GROUND = ("mooncake_py.errors", "mooncake_py.model", "mooncake_py.config")
+# With the packed keys of the catalog: a native data structure that waits for nothing.
+GROUND = (
+    "mooncake_py.errors", "mooncake_py.model", "mooncake_py.config", "mooncake_py._native.keys",
+)  # fmt: skip
 IMPURE = (
     "grpc", "asyncio", "threading", "time", "random", "socket", "os", "subprocess", "concurrent",
     "multiprocessing", "sqlite3", "secrets", "uuid", "datetime", "selectors",

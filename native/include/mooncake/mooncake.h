@@ -33,6 +33,7 @@ extern "C" {
 #include "../../abi/segment.h"
 #include "../../abi/engine.h"
 #include "../../abi/pulls.h"
+#include "../../abi/keys.h"
 #include "../../abi/door.h"
 #include "../../abi/puts.h"
 

@@ -9,6 +9,7 @@ extern "C" {
 #include "abi/memory.h"
 #include "abi/segment.h"
 // Stands on both.
+#include "abi/keys.h"
 #include "abi/door.h"
 #include "abi/pulls.h"
 #include "abi/puts.h"

@@ -6,12 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace mc {
+#include "master/text.h"
 
-struct Text {
-  const uint8_t* data = nullptr;
-  uint64_t nbytes = 0;
-};
+namespace mc {
 
 struct PlainCall {
   Text tenant;

@@ -1,7 +1,7 @@
-// The master's quick answers. Contract: native/abi/door.h; the mirror: key_index.h; the messages:
-// call.h.
+// The master's quick answers. Contract: native/abi/door.h; what is known: keys.h, and of what
+// is not complete in the catalog key_index.h; the messages: call.h.
 //
-//   message --of the two, and plain--> digests --mirror--> reply
+//   message --of the two, and plain--> keys of the catalog, and mirror --> reply
 //                                                 └ commit: log, for the owner of the catalog
 //
 // It stands on the C ABI of the engine and adds no thread: whoever calls mc_door_serve works.
@@ -18,6 +18,7 @@
 #include "base/status.h"
 #include "master/call.h"
 #include "master/key_index.h"
+#include "master/keys.h"
 
 namespace {
 
@@ -62,7 +63,8 @@ struct mc_door {
   mc_engine* engine = nullptr;
   mc_door_kinds kinds{};
   Secret secret{};
-  mc::KeyIndex index;
+  const mc::KeyTable* complete = nullptr;
+  mc::KeyIndex index;  // being written, or promised: what `complete` does not know
   std::unordered_map<uint64_t, Reservation> reservations;  // by generation
   std::vector<mc_door_commit> log;
   std::vector<uint8_t> text;
@@ -115,15 +117,30 @@ struct mc_door {
   bool exists(const mc_message& message, std::vector<uint8_t>* reply) {
     mc::PlainCall call;
     if (!mc::read_exists(message.data, message.nbytes, limits(), &call)) return false;
-    const Secret tenant = secret_of(secret, call.tenant.data, call.tenant.nbytes);
-    std::vector<uint8_t> present;
-    present.reserve(call.keys.size());
-    for (const mc::KeyDigest& key : digests(call, tenant)) {
-      present.push_back(index.find(key) == MC_DOOR_COMPLETE ? 1 : 0);
-      if (call.flag && present.back() == 0) break;
+    std::vector<uint8_t> present = stored(call);
+    for (uint64_t i = 0; call.flag && i < present.size(); i++) {
+      if (present[i] == 0) present.resize(i + 1);
     }
     mc::write_reply(term, present, reply);
     return true;
+  }
+
+  // One byte a key: is it complete, or promised?
+  std::vector<uint8_t> stored(const mc::PlainCall& call) const {
+    const uint64_t count = call.keys.size();
+    std::vector<uint8_t> present(count);
+    const auto* const name = reinterpret_cast<const char*>(call.tenant.data);
+    const int32_t number = complete->tenant_of({name, call.tenant.nbytes});
+    if (number != mc::KeyTable::kMissing) {
+      std::vector<int32_t> slots(count);
+      complete->find_many(static_cast<uint16_t>(number), call.keys.data(), count, slots.data());
+      for (uint64_t i = 0; i < count; i++) present[i] = slots[i] != mc::KeyTable::kMissing;
+    }
+    if (log.empty()) return present;  // nothing is promised
+    const Secret tenant = secret_of(secret, call.tenant.data, call.tenant.nbytes);
+    const std::vector<mc::KeyDigest> keys = digests(call, tenant);
+    for (uint64_t i = 0; i < count; i++) present[i] |= index.find(keys[i]) == MC_DOOR_COMPLETE;
+    return present;
   }
 
   bool commit(const mc_message& message, std::vector<uint8_t>* reply) {
@@ -132,13 +149,14 @@ struct mc_door {
     const Secret tenant = secret_of(secret, call.tenant.data, call.tenant.nbytes);
     const uint64_t count = call.keys.size(), now = now_ms();
     const std::vector<mc::KeyDigest> keys = digests(call, tenant);
+    const std::vector<uint8_t> present = stored(call);
     uint64_t text_nbytes = 0;
     for (uint64_t i = 0; i < count; i++) {
       const auto found = reservations.find(call.generations[i]);
       if (found == reservations.end() || found->second.expires_ms <= now) return false;
       const Secret& owner = found->second.tenant;
       if (std::memcmp(owner.bytes, tenant.bytes, sizeof owner.bytes) != 0) return false;
-      if (index.find(keys[i]) != MC_DOOR_ABSENT) return false;
+      if (present[i] != 0 || index.find(keys[i]) != MC_DOOR_ABSENT) return false;
       text_nbytes += call.tenant.nbytes + call.keys[i].nbytes;
     }
     mc::write_reply(term, std::vector<uint8_t>(count, 0), reply);
@@ -181,14 +199,15 @@ struct mc_door {
 
 extern "C" {
 
-int32_t mc_door_open(mc_engine* engine, const mc_door_kinds* kinds, const uint8_t* secret,
-                     mc_door** out) {
-  if (engine == nullptr || kinds == nullptr || secret == nullptr || out == nullptr) {
-    return mc::fail(MC_E_USAGE, "engine, kinds, secret or out is null");
+int32_t mc_door_open(mc_engine* engine, mc_keys* keys, const mc_door_kinds* kinds,
+                     const uint8_t* secret, mc_door** out) {
+  if (engine == nullptr || keys == nullptr || kinds == nullptr || secret == nullptr || out == nullptr) {
+    return mc::fail(MC_E_USAGE, "engine, keys, kinds, secret or out is null");
   }
   auto* door = new (std::nothrow) mc_door;
   if (door == nullptr) return mc::fail(MC_E_OUT_OF_SPACE, "no memory");
   door->engine = engine;
+  door->complete = &keys->table;
   door->kinds = *kinds;
   std::memcpy(door->secret.bytes, secret, sizeof door->secret.bytes);
   *out = door;
