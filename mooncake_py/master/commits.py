@@ -7,6 +7,8 @@ nothing. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mooncake_py.errors import LeaseExpired, ObjectExists, UsageError
 from mooncake_py.master import records
 from mooncake_py.master.commands import Applied, PutEnd, PutRevoke, Refused, Statuses
@@ -19,6 +21,7 @@ from mooncake_py.master.tenant import Grant, Put, Tenant
 from mooncake_py.master.work import Work
 from mooncake_py.model import BATCH_MAX_KEYS
 
+_MANY = 4  # keys that are better looked up at once
 _EXISTS, _USAGE, _EXPIRED = ObjectExists.code, UsageError.code, LeaseExpired.code
 
 
@@ -36,7 +39,7 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
     if tenant is None:
         return Applied(Statuses(bytes([_EXPIRED]) * count))
     status = bytearray(count)
-    step = _PutEnd(state, tenant, now_ms)
+    step = _PutEnd(state, tenant, keys, now_ms)
     for i in range(count - 1, -1, -1):  # the last is the first to go: see `eviction.py`
         if not step.end(keys[i], generations[i], failed.get(i, set())):
             status[i] = _EXPIRED
@@ -46,13 +49,17 @@ def put_end(state: CatalogState, command: PutEnd, now_ms: int) -> Applied:
 class _PutEnd:
     """One put end in the making."""
 
-    def __init__(self, state: CatalogState, tenant: Tenant, now_ms: int) -> None:
+    def __init__(
+        self, state: CatalogState, tenant: Tenant, keys: Sequence[bytes], now_ms: int
+    ) -> None:
         self.state = state
         self.tenant = tenant
         self.now_ms = now_ms
         self.work = Work()
         self.committed: list[int] = []
         self.lost: list[tuple[int, int]] = []
+        # None has a former object, and none gets one by what is committed here.
+        self._fresh = len(keys) >= _MANY and not tenant.complete.has_any(keys)
 
     def end(self, key: bytes, generation: int, failed: set[int]) -> bool:
         """Commit one key; `failed`: ids of segments that did not seal. False: it has expired."""
@@ -71,7 +78,8 @@ class _PutEnd:
             state.end_grant(self.work, grant, Event.ALL_REPLICAS_FAILED, now_ms)
             return False
         for each, at in (*reversed(parts), grant):  # the head last: with it all are visible
-            replace_former(state, self.work, self.tenant, each.keys[at], now_ms)
+            if parts or not self._fresh:
+                replace_former(state, self.work, self.tenant, each.keys[at], now_ms)
             commit(state, each, at, now_ms)
             self.committed.append(each.first + at)
         return True

@@ -92,7 +92,7 @@ class Links:
         self.next[head] = slot
 
     def move(self, slots: NDArray[np.int64], head: int) -> None:
-        """These, none of them twice, become the last ones of the list, in order."""
+        """These become the last ones of the list, one after the other."""
         following, previous = self._columns
         move_to_end(following.many, previous.many, slots, head)
 
@@ -315,17 +315,16 @@ class Lru(Pool):
             previous[read] = slot
 
     def _touch_many(self, slots: NDArray[np.int64], now_ms: int) -> bool:
-        """Column by column; False, and nothing is done: some are protected, or there twice."""
+        """Column by column; False, and nothing is done: some are protected."""
         table = self._table
         flags = table.flags_column.many[slots]
         if (flags & np.uint16(HARD_PIN | SOFT_PIN | PARKED)).any():
             return False
-        if len(np.unique(slots)) < len(slots):
-            return False
         table.stamp_column.many[slots] = now_ms
-        unread = np.flatnonzero(flags & np.uint16(READ) == 0)
-        table.flags_column.many[slots[unread]] |= np.uint16(READ)
-        self._unread -= len(unread)
+        unread = slots[flags & np.uint16(READ) == 0]
+        if len(unread):
+            table.flags_column.many[unread] |= np.uint16(READ)
+            self._unread -= len(np.unique(unread))
         self._links.move(slots, self._read)
         return True
 

@@ -22,26 +22,17 @@ _FEW = 4  # keys that are looked up one by one
 class SlotKeys:
     """Keys by slot, as a list has them; None where no object is. `len`: slots that were used."""
 
-    __slots__ = ("_native", "_used")
+    __slots__ = ("_native", "used")
 
     def __init__(self, native: NativeKeys) -> None:
         self._native = native
-        self._used = 0
+        self.used = 0
 
     def __len__(self) -> int:
-        return self._used
+        return self.used
 
     def __getitem__(self, slot: int) -> bytes | None:
         return self._native.text(slot)
-
-    def set(self, slot: int, tenant: int, key: bytes) -> None:
-        """The slot has no key. Nobody finds it by this one before `CompleteKeys.enter`."""
-        self._native.set(slot, tenant, key)
-        if slot >= self._used:
-            self._used = slot + 1
-
-    def clear(self, slot: int) -> None:
-        self._native.clear(slot)
 
     def many(self, slots: Sequence[int] | NDArray[np.int64]) -> list[bytes | None]:
         """The keys of these slots."""
@@ -49,7 +40,7 @@ class SlotKeys:
 
     def live(self, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
         """Slots of this range that have a key, in order."""
-        stop = self._used if stop is None else min(stop, self._used)
+        stop = self.used if stop is None else min(stop, self.used)
         found = np.flatnonzero(self._native.names[start:stop])
         return found + start
 
@@ -67,13 +58,16 @@ class CompleteKeys(Mapping[bytes, int]):
 
     def enter(self, slot: int) -> None:
         """The slot is found by its key, instead of any other one."""
-        self._count += self._native.enter(slot)
+        entered = self._native.enter(slot)
+        if entered < 0:
+            self._native.fail(entered)
+        self._count += entered
 
     def leave(self, slot: int) -> bool:
         """The slot is not found any more; False: it was not."""
         left = self._native.leave(slot)
         self._count -= left
-        return left
+        return left > 0
 
     def find_many(self, keys: Sequence[bytes]) -> NDArray[np.int32]:
         """A slot a key; -1 where there is none."""

@@ -57,8 +57,10 @@ class ObjectTable:
     """Columns of complete objects."""
 
     __slots__ = (
+        "_clear_key",
         "_free",
         "_native",
+        "_set_key",
         "capacity",
         "copied",
         "costs",
@@ -89,6 +91,7 @@ class ObjectTable:
         self.capacity = capacity
         self._native = NativeKeys(capacity)
         self.key = SlotKeys(self._native)
+        self._set_key, self._clear_key = self._native.set, self._native.clear
         self.place_column = Column("u8", capacity)
         self.place = self.place_column.one
         self.generation_column = Column("u8", capacity)
@@ -114,7 +117,7 @@ class ObjectTable:
         self.costs: dict[int, int] = {}  # times as dear to recompute as usual
 
     def __len__(self) -> int:
-        return len(self.key) - len(self._free)
+        return self.key.used - len(self._free)
 
     def keys_of(self, tenant: int, name: str) -> CompleteKeys:
         """The index of the keys of a tenant that has this number from now on."""
@@ -133,12 +136,14 @@ class ObjectTable:
     def add(self, key: bytes, generation: int, length: int, place: int, tenant: int) -> int:
         """A slot that holds these values; stamp and flags are 0. The table must not be full."""
         if self._free:
-            slot = self._free[-1]
-            self.key.set(slot, tenant, key)
-            del self._free[-1]
+            slot = self._free.pop()
         else:
-            slot = len(self.key)
-            self.key.set(slot, tenant, key)
+            slot = self.key.used
+            self.key.used += 1
+        status = self._set_key(slot, tenant, key)  # found by it only after `CompleteKeys.enter`
+        if status < 0:
+            self._free.append(slot)
+            self._native.fail(status)
         self.generation[slot] = generation
         self.length[slot] = length
         self.place[slot] = place
@@ -157,7 +162,7 @@ class ObjectTable:
             self.ttls.pop(slot, None)
             self.groups.pop(slot, None)
             self.costs.pop(slot, None)
-        self.key.clear(slot)
+        self._clear_key(slot)
         self.flags[slot] = 0
         self.stamp[slot] = 0
         if self.heat[slot]:  # else a page of it may be touched for nothing

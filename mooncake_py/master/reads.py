@@ -183,10 +183,10 @@ def _add_usual(
 
 def _entries_of(on: NDArray[np.int64], entries: dict[int, int]) -> NDArray[np.int64]:
     """Entry of each of these segments, in the order in which they appear; `entries` is filled."""
-    segments, first, which = np.unique(on, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    entries.update((int(segments[each]), entry) for entry, each in enumerate(order))
-    return np.argsort(order)[which]
+    entries.update((index, entry) for entry, index in enumerate(dict.fromkeys(on.tolist())))
+    entry_of = np.zeros(max(entries, default=0) + 1, dtype=np.int64)
+    entry_of[list(entries)] = range(len(entries))
+    return entry_of[on]
 
 
 def _add_any(

@@ -77,6 +77,7 @@ def test_a_key_that_is_too_long_is_refused_and_takes_no_slot() -> None:
         table.add(bytes(9_000), 1, 64, 0, 0)
     assert len(table) == 0
     assert table.add(b"k", 1, 64, 0, 0) == 0
+    assert len(table) == 1
 
 
 @pytest.mark.parametrize("pinned", [False, True])

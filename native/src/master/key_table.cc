@@ -38,6 +38,8 @@ int32_t KeyTable::tenant_of(std::string_view name) const {
 
 void KeyTable::set(uint32_t slot, uint16_t tenant, Text key) {
   names_.as<uint32_t>()[slot] = text_.add(tenant, key.data, static_cast<uint16_t>(key.nbytes));
+  set_slot_ = slot;
+  set_tag_ = tag_of(tenant, key);
 }
 
 void KeyTable::clear(uint32_t slot) {
@@ -50,7 +52,7 @@ bool KeyTable::enter(uint32_t slot) {
   if ((count_ + 1) * 8 > size_ * 7) grow();
   const KeyText::Record* const record = text(slot);
   const Text key{record->text, record->nbytes};
-  const uint32_t tag = tag_of(record->tenant, key);
+  const uint32_t tag = slot == set_slot_ ? set_tag_ : tag_of(record->tenant, key);
   Entry& entry = entries_[place(home(tag), tag, record->tenant, key)];
   const bool fresh = entry.slot_and_one == 0;
   count_ += fresh;

@@ -78,6 +78,7 @@ class KeyTable {
   Entry* entries_;
   uint64_t size_;  // of the index: below 2^32
   uint64_t count_ = 0;
+  uint32_t set_slot_ = 0, set_tag_ = 0;  // of the last `set`: it is mostly entered next
   KeyText text_;
   std::unordered_map<std::string, uint16_t> tenants_;
   std::vector<std::string> tenant_names_;
