@@ -93,7 +93,8 @@ def _rounds(seed: int, options: argparse.Namespace, reason: str) -> int:
     failed = False
     ports = tuple(port for port in options.rdma.split(",") if port)
     for name, (plain, share) in chosen.items():
-        shape = replace(plain, ports=ports)
+        # One processor, and soft-RoCE on it: calls leave some of it for processes that start.
+        shape = replace(plain, ports=ports, calls_per_second=10) if ports else plain
         seconds = max(10, options.seconds * share // total)
         command = f"./dev chaos {seed} --seconds {seconds} --round {name}"
         command += f" --rdma {options.rdma}" if ports else ""

@@ -36,6 +36,7 @@ class Shape:
     streams: bool = False  # the nodes fill up, so objects are evicted
     disk_mib: int = 0  # each node has a disk tier of this size; 0: none
     ports: tuple[str, ...] = ()  # of RDMA, that nodes and clients use in turn, and nothing else
+    calls_per_second: float = 40  # of each thread of a client, at the usual times
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,8 +144,8 @@ class World:
         spec = {
             "name": name, "master": self.master_address, "seed": self._seed, "life": life,
             "history": str(self.history(name, life)), "transports": self.transports(name),
-            "streams": self.shape.streams, "calls_per_second": 40 / SLOW,
-            "timeout_ms": 3_000 * SLOW,
+            "streams": self.shape.streams, "timeout_ms": 3_000 * SLOW,
+            "calls_per_second": self.shape.calls_per_second / SLOW,
         }  # fmt: skip
         return "tests.chaos.chaos_worker", [json.dumps(spec)]
 

@@ -29,8 +29,7 @@ def cluster() -> Iterator[Cluster]:
 def store(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[StoreClient]:
     with StoreClient(cluster.address, transports=(request.param,)) as client:
         yield client
-        for info in client.list():
-            client.remove(info.key, force=True)
+        client.remove([info.key for info in client.list()], force=True, timeout_ms=60_000)
 
 
 def random_bytes(seed: int, nbytes: int) -> bytes:

@@ -51,8 +51,7 @@ def cluster() -> Iterator[Cluster]:
 def store(cluster: Cluster) -> Iterator[StoreClient]:
     with StoreClient(cluster.address, transports=(NEAR,)) as client:
         yield client
-        for info in client.list():
-            client.remove(info.key, force=True)
+        client.remove([info.key for info in client.list()], force=True, timeout_ms=60_000)
 
 
 def _carried(client: StoreClient) -> list[dict[str, int]]:
