@@ -12,7 +12,7 @@ import seeds
 from whole_run import simulate_standby, simulate_whole
 
 from mooncake_py.master import owner, standby, unsealer
-from mooncake_py.store import get, inventory, node_process, put
+from mooncake_py.store import get, inventory, node_process, put, session
 from mooncake_py.store.placement_cache import PlacementCache
 from mooncake_py.wire.node import HoldReply
 
@@ -105,4 +105,13 @@ def test_master_puts_that_are_acknowledged_before_a_standby_can_know(
         return claim(*given, **{**options, "durable_puts": False})
 
     monkeypatch.setattr(standby, "Claim", hasty)
-    seeds.assert_found_out(lambda seed: simulate_standby(seed, 12_000), range(9, 60), "vanished")
+    seeds.assert_found_out(lambda seed: simulate_standby(seed, 12_000), range(6, 60), "vanished")
+
+
+def test_reader_sessions_that_go_on_with_another_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    def renew(self: Any, deadline: Any) -> None:
+        self._rows, self._objects = self._locate(deadline)
+        self._renew_at_ms = self._renewal()
+
+    monkeypatch.setattr(session.ReadSession, "_renew", renew)
+    seeds.assert_found_out(lambda seed: simulate_standby(seed, 12_000), range(35, 90), "torn")

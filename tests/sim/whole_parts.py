@@ -48,6 +48,7 @@ from mooncake_py.model import EXTENT_HEADER_BYTES
 from mooncake_py.store import (
     calls,
     client,
+    get,
     holds,
     inventory,
     node_process,
@@ -98,8 +99,11 @@ class _Queues:
 
 
 @contextmanager
-def stand_ins(net: Net, catalog: Callable[[CatalogSettings], Catalog]) -> Iterator[None]:
-    """For as long as a simulation runs. `catalog` makes those of masters that take over."""
+def stand_ins(
+    net: Net, catalog: Callable[[CatalogSettings], Catalog], large_bytes: int | None = None
+) -> Iterator[None]:
+    """For as long as a simulation runs. `catalog` makes those of masters that take over;
+    `large_bytes`: reads of so much renew their leases."""
     world, scheduler = net.world, net.scheduler
     shim, dice = Threading(scheduler), _Dice(world.random)
 
@@ -133,6 +137,7 @@ def stand_ins(net: Net, catalog: Callable[[CatalogSettings], Catalog]) -> Iterat
         (etcd_store, "secrets", dice),
         (etcd, "queue", _Queues(scheduler)),
         (etcd, "_channel", lambda *_: Channel(net)),
+        (get, "LARGE_BYTES", large_bytes or get.LARGE_BYTES),
     ]
     before = [(module, name, getattr(module, name, None)) for module, name, _ in replaced]
     for module, name, value in replaced:

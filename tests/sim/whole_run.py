@@ -24,6 +24,8 @@ from mooncake_py.store.client import StoreClient
 from mooncake_py.store.node_process import Node
 
 SEGMENT_BYTES = 64 << 10
+PART_BYTES = 2_500  # that a session reads at once
+LARGE_BYTES = 6_000  # from which on leases are renewed while a read runs
 SLACK_MS = 1_500  # of a call's deadline: what is tried although the time is over
 PEACE_MS = 12_000  # after which nothing is owed any more
 CALM_MS = 2_500  # without trouble for so long, everything works
@@ -38,6 +40,7 @@ class Cluster:
         self.masters = Masters(self, masters)
         self.trouble_ms = 0  # when there was some last
         self.nodes: dict[str, tuple[Host, Node | None]] = {}
+        self.stopped_until: dict[str, int] = {}  # as `World.paused_until`, also in peace
         self.peace = False
         self.friends: list[User] = []
 
@@ -177,8 +180,9 @@ class User:
         dice = self.world.random
         store = self.store = self._open()
         doings = (self._put, self._put, self._put, self._get, self._get, self._get, self._remove)
+        sessions = (self._session, self._session) if len(self.cluster.masters.names) > 1 else ()
         while not self.cluster.peace:
-            chosen = dice.choice((*doings, *doings, self._look, self._copy, self._copy))
+            chosen = dice.choice((*doings, *doings, self._look, self._copy, self._copy, *sessions))
             chosen(store, dice.choice([300, 2_000, 5_000]))
             self.cluster.scheduler.park(dice.randrange(1, 120))
 
@@ -189,7 +193,7 @@ class User:
 
     def _in_time(self, begun_ms: int, timeout_ms: int) -> None:
         """Time in which this process was stopped does not count; nor does the margin."""
-        stopped = self.world.paused_until.get(self.host.name, 0) >= begun_ms
+        stopped = self.cluster.stopped_until.get(self.host.name, 0) >= begun_ms
         late = self.world.now_ms - begun_ms - timeout_ms
         assert stopped or late <= SLACK_MS, f"a call of {timeout_ms} ms is {late} ms late"
 
@@ -239,6 +243,28 @@ class User:
             (generation, homes), (now, homes_now) = before[key], self.cluster.there(key)
             same = generation == now and homes & homes_now
             assert not (calm and same), f"{key} is there and was not read: {outcome!r}"
+
+    def _session(self, store: StoreClient, timeout_ms: int) -> None:
+        """An object part by part, with pauses in which its lease ends; a whole one is judged."""
+        key, dice = self.world.random.choice(self.keys), self.world.random
+        begun_ms, data = self.world.now_ms, b""
+        try:
+            with store.session([key], timeout_ms=timeout_ms) as reading:
+                length = reading.lengths[0]
+                while len(data) < length:
+                    self.cluster.scheduler.park(dice.choice([0, 0, 30, 700, 1_600]))
+                    begun_ms = self.world.now_ms
+                    part = reading.read(len(data), min(PART_BYTES, length - len(data)))[0]
+                    self._in_time(begun_ms, 2 * timeout_ms)  # it may ask and read again
+                    if not isinstance(part, bytes):
+                        break
+                    data += part
+        except MooncakeError:
+            self.ledger.counts["sessions in vain"] += 1
+            return
+        if length and len(data) == length:
+            self.ledger.judge_read(key, data, begun_ms, self.world.now_ms)
+            self.ledger.counts["read part by part"] += 1
 
     def _remove(self, store: StoreClient, timeout_ms: int) -> None:
         keys = self._some(2)
@@ -302,7 +328,9 @@ class Simulation:
             self.world.start("chaos", self._chaos(), lambda: not self.cluster.peace)
 
     def run(self, length_ms: int) -> Outcome:
-        with stand_ins(self.cluster.net, lambda given: Watched(given, self.cluster)):
+        large_bytes = LARGE_BYTES if len(self.cluster.masters.names) > 1 else None
+        cluster = self.cluster
+        with stand_ins(cluster.net, lambda given: Watched(given, cluster), large_bytes):
             try:
                 self.world.run_until(length_ms)
                 self._make_peace()
@@ -353,6 +381,7 @@ class Simulation:
             elif what == "pause":
                 name = dice.choice([each for each in names if each != "etcd"])
                 world.paused_until[name] = world.now_ms + dice.choice([50, 300, 2_500])
+                cluster.stopped_until[name] = world.paused_until[name]
                 cluster.trouble(f"{name} is stopped until {world.paused_until[name]}")
 
     def _end_master(self) -> None:
