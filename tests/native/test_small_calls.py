@@ -1,4 +1,4 @@
-"""What a small call costs beside its copy: no memory, no system call, two locks."""
+"""What a small call costs beside its copy: within a host no memory, no system call, two locks."""
 
 from __future__ import annotations
 
@@ -61,14 +61,12 @@ def syscalls_between_markers(pid: int, go: Any) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc for the counting library")
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="registers of x86-64 are looked at")
-def test_a45_a_small_copy_within_a_host_needs_no_memory_and_no_system_call(tmp_path: Path) -> None:
-    library = tmp_path / "counted.so"
+def start(transport: str, folder: Path) -> subprocess.Popen[str]:
+    library = folder / "counted.so"
     build = ["gcc", "-O2", "-shared", "-fPIC", str(HERE / "counted.c"), "-o", str(library), "-ldl"]
     subprocess.run(build, check=True)
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), "shm", str(library)],
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), transport, str(library)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -78,6 +76,12 @@ def test_a45_a_small_copy_within_a_host_needs_no_memory_and_no_system_call(tmp_p
             "PYTHONPATH": str(HERE.parents[1]),
         },
     )
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc for the counting library")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="registers of x86-64 are looked at")
+def test_a45_a_small_copy_within_a_host_needs_no_memory_and_no_system_call(tmp_path: Path) -> None:
+    process = start("shm", tmp_path)
     assert process.stdin
     assert process.stdout
     try:
@@ -101,3 +105,20 @@ def test_a45_a_small_copy_within_a_host_needs_no_memory_and_no_system_call(tmp_p
     # also whether a cancelled one may still land before it.
     assert per_call == {"read": [0, 2], "write": [0, 3]}
     assert all(count < CALLS / 10 for count in syscalls), "the interpreter makes one now and then"
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc for the counting library")
+def test_a45_a_small_call_over_tcp_allocates_for_its_batch_and_its_frame_only(
+    tmp_path: Path,
+) -> None:
+    process = start("tcp", tmp_path)
+    try:
+        said, _ = process.communicate("go\n", timeout=60)
+    finally:
+        process.kill()
+    found = json.loads(said.splitlines()[-1])
+    sys.stdout.write(f"allocations and locks a call: {found}\n")
+    for allocations, locks in found.values():
+        # What it is, its slices, that it runs; its frame and the place of that in the queue.
+        assert round(allocations) <= 5
+        assert locks <= 26  # 20; some more where the progress thread looks in between

@@ -268,6 +268,10 @@ def test_bars_of_engines_say_what_was_missed() -> None:
     assert engine.judged(case, found(8.0, 4.2), found(9.0, 4.0)) == [
         "shm 4t/1t >= 1: 0.89 MISSED", "tcp 4t/1t >= 1: 1.05",
     ]  # fmt: skip
+    slower = {**found(8.0, 3.0), "memcpy": {"bytes_per_s": 9.0, "p50_us": 11.0}}
+    assert engine.judged(case, slower, found(9.0, 4.0)) == [
+        "shm 4t/1t >= 1 or memcpy's 0.90: 0.89", "tcp 4t/1t >= 1: 0.75 MISSED",
+    ], "where bare copies by as many threads lose, no engine can gain"  # fmt: skip
 
 
 def test_the_masters_calls_are_measured_over_both_doors_and_judged(tmp_path: Path) -> None:

@@ -22,6 +22,10 @@ constexpr int kTickMs = 1;
 constexpr int64_t kQuickNs = 100'000;  // a driver that is back by then is expected to be again
 constexpr uint32_t kQuickDrives = 8;   // in a row, and none longer than a tick, before it is believed
 
+constexpr int64_t kCrowdNs = 500'000;  // others that waited so shortly ago are expected back
+
+thread_local const char this_thread = 0;  // its address tells threads apart
+
 std::atomic<int32_t (*)()> ask_signal{nullptr};
 
 int32_t add_to(int epoll, int fd, uint64_t id) {
@@ -293,16 +297,37 @@ bool Loop::wait_or_signal(Event& event, Deadline deadline, bool* signalled) {
 }
 
 bool Loop::wait_once(Event& event, Deadline deadline, bool* signalled) {
-  for (int i = 0; i < kRoleTries; ++i) {
-    if (event.is_set()) return true;
-    if (drive(event, deadline, signalled)) return event.is_set();
+  if (event.is_set()) return true;
+  const int tries = is_crowded() ? 0 : kRoleTries;
+  for (int i = 0; i < tries; ++i) {
+    if (drive(event, deadline, signalled)) {
+      came_back();
+      return event.is_set();
+    }
     relax();
+    if (event.is_set()) return true;
   }
   ++sleepers_;
   watch();  // whoever keeps the set may not come back
   const bool is_set = event.wait(deadline, signalled);
   --sleepers_;
+  came_back();
   return is_set;
+}
+
+bool Loop::is_crowded() const {
+  const int64_t other_ns = last_.load(std::memory_order_relaxed) == &this_thread
+                               ? other_ns_.load(std::memory_order_relaxed)
+                               : last_ns_.load(std::memory_order_relaxed);
+  return other_ns != 0 && now_ns() - other_ns < kCrowdNs;
+}
+
+void Loop::came_back() {
+  if (last_.load(std::memory_order_relaxed) != &this_thread) {
+    other_ns_.store(last_ns_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    last_.store(&this_thread, std::memory_order_relaxed);
+  }
+  last_ns_.store(now_ns(), std::memory_order_relaxed);
 }
 
 void Loop::kick() {

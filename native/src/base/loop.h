@@ -14,6 +14,10 @@
 // which then looks every kTickMs: it handles what became ready in a gap, wakes a driver whose time
 // is over, and takes the set back when no driver came for a whole tick. See Lent.
 //
+// Several threads that wait at once are a crowd: each would take the role from the last, and every
+// change costs as much as a transfer. So who finds that another came back from wait() a moment ago
+// (kCrowdNs) sleeps, and the progress thread reads for all of them; alone again, a caller drives again.
+//
 // Functions named ..._on_progress never block. Those of sources in the shared set, and calls posted
 // with post_shared(), run on whoever holds the role, one after the other; all others on the progress
 // thread only. Every other function may be called from any thread.
@@ -97,6 +101,8 @@ class Loop final : private Kickable {
   void run();
   void wake();
   void kick() override;
+  bool is_crowded() const;
+  void came_back();  // this thread, from wait()
   bool wait_once(Event& event, Deadline deadline, bool* signalled);
   bool drive(Event& event, Deadline deadline, bool* signalled);
   void lend(bool lent);
@@ -124,6 +130,9 @@ class Loop final : private Kickable {
   std::atomic<int64_t> driver_deadline_ns_{0};     // of the one that drives; 0: it looks itself
   std::atomic<uint32_t> sleepers_{0};              // callers in wait() that do not drive
   std::atomic<bool> wanted_{false};                // by watch(), and not yet done
+  // Who came back from wait() last, when, and when somebody else did. Hints.
+  std::atomic<const void*> last_{nullptr};
+  std::atomic<int64_t> last_ns_{0}, other_ns_{0};
   int64_t began_ns_ = 0, left_ns_ = 0;             // the last drive; under the role
   uint32_t quick_drives_ = 0;                      // in a row; under the role
   uint64_t ticked_drives_ = 0;                     // drives_ at the last tick; progress thread

@@ -118,7 +118,19 @@ bool Batch::next_again_locked(Part* out) {
 }
 
 bool Batch::part_done(const Part& part, int32_t status, uint32_t crc, const char* reason) {
-  const std::lock_guard lock(mutex_);
+  bool again = false;
+  {
+    const std::lock_guard lock(mutex_);
+    const bool was_open = open_ > 0;
+    again = part_done_locked(part, status, crc, reason);
+    if (!was_open || open_ > 0) return again;
+    announce_to_ = event_fd_.get();
+  }
+  announce();
+  return again;
+}
+
+bool Batch::part_done_locked(const Part& part, int32_t status, uint32_t crc, const char* reason) {
   if (part.slices > 1 && status == MC_E_ACCESS && !stopped()) {
     try {
       again_.reserve(again_.size() + part.slices);
@@ -181,17 +193,29 @@ void Batch::join_crcs_locked(uint64_t i) {
 void Batch::complete_locked(uint64_t i, int32_t status) {
   progress_[i].complete = true;
   slices_[i].status = status;
-  if (--open_ > 0) return;
+  --open_;
+}
+
+// After the lock: who is woken takes it. Once, by whoever completed the last slice.
+void Batch::announce() {
   done_.set();  // before the descriptor says so
-  if (event_fd_) {
-    const uint64_t one = 1;
-    (void)!write(event_fd_.get(), &one, sizeof one);
-  }
+  if (announce_to_ < 0) return;
+  const uint64_t one = 1;
+  (void)!write(announce_to_, &one, sizeof one);
 }
 
 void Batch::finish(int32_t status, const char* reason) {
-  const std::lock_guard lock(mutex_);
-  stopped_ = true;
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+    if (open_ == 0) return;
+    finish_locked(status, reason);
+    announce_to_ = event_fd_.get();
+  }
+  announce();
+}
+
+void Batch::finish_locked(int32_t status, const char* reason) {
   for (uint64_t i = 0; i < n_ && open_ > 0; ++i) {
     if (progress_[i].complete) continue;
     if (failure_.status == MC_OK || i < failed_slice_) {
@@ -233,6 +257,7 @@ Failure Batch::outcome() const {
 int32_t Batch::event_fd(int* out) {
   const std::lock_guard lock(mutex_);
   if (!event_fd_) {
+    if (open_ == 0) done_.set();  // whoever completed it is about to, and does not know of this one
     event_fd_.reset(eventfd(open_ == 0 ? 1 : 0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!event_fd_) return fail_errno(MC_E_OUT_OF_SPACE, "eventfd of the batch");
   }

@@ -102,6 +102,9 @@ class Batch {
   };
   uint64_t merged_locked(Part* part, uint64_t bytes_max) const;
   bool next_again_locked(Part* out);
+  bool part_done_locked(const Part& part, int32_t status, uint32_t crc, const char* reason);
+  void finish_locked(int32_t status, const char* reason);
+  void announce();
   void slice_part_done_locked(uint64_t i, const Part& part, int32_t status, uint32_t crc,
                               const char* reason);
   void complete_locked(uint64_t i, int32_t status);
@@ -125,6 +128,7 @@ class Batch {
   uint64_t failed_slice_ = 0;
   Failure failure_;  // of the lowest failed slice
   Fd event_fd_;
+  int announce_to_ = -1;  // event_fd_ when it was over; then of whoever completed it
 };
 
 // A copy into or from local memory of the batch that runs. False: the batch was stopped, and whoever

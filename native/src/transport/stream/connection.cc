@@ -17,6 +17,9 @@ namespace {
 
 // Bodies up to here may come out of the receive buffer; larger ones go where they belong at once.
 constexpr uint64_t kBounceMax = 128 << 10;
+// While frames of up to so many bytes are handled, what others send waits for up to so many of them.
+constexpr uint64_t kDeferBytes = 32 << 10;
+constexpr uint32_t kDeferFrames = 16;
 
 }  // namespace
 
@@ -69,6 +72,7 @@ void Connection::settle() {
 }
 
 void Connection::flush() {
+  out_.defer(false);
   if (!out_.full()) (void)out_.pump();
   settle();
 }
@@ -168,7 +172,20 @@ static bool of_messages(FrameType type) {
          type == FrameType::kRevoked || type == FrameType::kRevokedAck;
 }
 
+// Others that send meanwhile are let go at once, and what they send leaves with what this frame and
+// those behind it give rise to: flush() comes soon, at the latest when what was received is handled.
 Connection::Body Connection::begin_on_progress(const FrameHead& head) {
+  if (!out_.deferred()) deferring_frames_ = 0;
+  if (head.nbytes > kDeferBytes || ++deferring_frames_ > kDeferFrames) {
+    out_.defer(false);
+    if (out_.left_something()) flush();
+  } else {
+    out_.defer(true);
+  }
+  return begin_body_on_progress(head);
+}
+
+Connection::Body Connection::begin_body_on_progress(const FrameHead& head) {
   if (!carries_bytes_ && !of_messages(head.type)) return Body::kBad;
   switch (head.type) {
     case FrameType::kMessage:

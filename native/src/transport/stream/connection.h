@@ -69,6 +69,7 @@ class Connection final : public Source,
   bool end_on_progress(const FrameHead& head, const uint8_t* bytes) override;
 
  private:
+  Body begin_body_on_progress(const FrameHead& head);
   Body begin_message_on_progress(const FrameHead& head);
   Body begin_data_on_progress(const FrameHead& head);
   Body begin_write_on_progress(const FrameHead& head);
@@ -108,6 +109,8 @@ class Connection final : public Source,
   uint32_t interest_ = 0;
 
   std::atomic<bool> crowded_{false};  // not read until answers have left
+
+  uint32_t deferring_frames_ = 0;  // since out_ defers; for whoever makes progress
 
   // State of the frame being received; for whoever makes progress.
   Bytes message_;

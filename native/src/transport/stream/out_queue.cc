@@ -18,6 +18,9 @@ namespace {
 constexpr uint64_t kSendingMax = 512 << 10;  // put on its way at once
 constexpr uint64_t kPumpMax = 8 << 20;       // of one pump(), so that one peer cannot keep a thread
 constexpr size_t kIovMax = 512;
+// More than this each sender copies into the socket by itself, side by side with others.
+constexpr uint64_t kLittleBytes = 16 << 10;
+constexpr size_t kLittleFrames = 8;
 
 bool is_answer(const FrameHead& head) {
   return head.type == FrameType::kData || head.type == FrameType::kDone ||
@@ -40,6 +43,7 @@ int32_t OutQueue::send(const FrameHead& head, const void* bytes, Room room, Dead
   const auto has_room = [&] {
     return closed_ || copied == 0 || copied + head.nbytes <= copied_max_;
   };
+  if (room != Room::kAlways && deferred_ && !full_ && !has_room()) pump_locked();
   if (room != Room::kAlways && !has_room()) {
     if (room == Room::kRefuse) {
       return fail(MC_E_BACKPRESSURE, "the peer does not read: %lu bytes are queued", copied);
@@ -59,7 +63,8 @@ int32_t OutQueue::send(const FrameHead& head, const void* bytes, Room room, Dead
   if (is_answer(head)) ++answers_;
   bool kept = true;
   try {
-    if (!full_) pump_locked();
+    if (deferred_ && head.nbytes <= kLittleBytes) left_ = true;
+    else if (!full_) pump_locked();
   } catch (const std::bad_alloc&) {
     kept = false;  // half-way, with the caller's bytes in a queue
   }
@@ -150,6 +155,19 @@ OutQueue::Pumped OutQueue::pump() {
   return pump_locked();
 }
 
+void OutQueue::pump_or_defer() {
+  const std::lock_guard lock(mutex_);
+  if (deferred_ && is_little_locked()) left_ = true;
+  else if (!full_) pump_locked();
+}
+
+bool OutQueue::is_little_locked() const {
+  if (data_.size() > kLittleFrames) return false;
+  uint64_t sum = 0;
+  for (const Frame& frame : data_) sum += frame.head.nbytes;
+  return sum <= kLittleBytes;
+}
+
 OutQueue::Pumped OutQueue::grant(uint64_t nbytes) {
   const std::lock_guard lock(mutex_);
   credit_ += static_cast<int64_t>(std::min<uint64_t>(nbytes, kCreditMax));
@@ -236,6 +254,7 @@ void OutQueue::sent_locked(uint64_t nbytes) {
 }
 
 OutQueue::Pumped OutQueue::pump_locked() {
+  left_ = false;
   uint64_t pumped = 0;
   while (!closed_) {
     fill_locked();

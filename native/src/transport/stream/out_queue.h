@@ -55,6 +55,12 @@ class OutQueue {
   // False: it is not sent, as the batch was stopped or the connection closed.
   bool push(const FrameHead& head, const std::shared_ptr<Batch>& batch, uint64_t local);
   Pumped pump();
+  // While true, the little that others add is left for the next pump(): whoever said so pumps soon,
+  // and many frames go out together. After defer(false) comes a pump().
+  void defer(bool deferred) { deferred_ = deferred; }
+  bool deferred() const { return deferred_; }
+  bool left_something() const { return left_; }  // they did
+  void pump_or_defer();  // what was pushed
   // The peer took messages of this size: as much may be on its way again.
   Pumped grant(uint64_t nbytes);
 
@@ -89,6 +95,7 @@ class OutQueue {
   using Frames = std::deque<Frame>;
 
   Pumped pump_locked();
+  bool is_little_locked() const;
   void fill_locked();
   Frames* next_locked();
   ssize_t write_some_locked();
@@ -107,7 +114,7 @@ class OutQueue {
   uint64_t copied_bytes_[2] = {};  // of other frames, of messages
   uint64_t sending_bytes_ = 0, sent_bytes_ = 0;
   std::atomic<uint64_t> answers_{0};
-  std::atomic<bool> full_{false}, broken_{false};
+  std::atomic<bool> full_{false}, broken_{false}, deferred_{false}, left_{false};
   std::atomic<bool> closed_{false};
 };
 

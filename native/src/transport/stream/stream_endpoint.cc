@@ -115,13 +115,12 @@ bool StreamEndpoint::has_late_writes() const {
 void StreamEndpoint::issue() {
   if (waiting_count_ == 0) return;
   const std::lock_guard lock(issue_mutex_);
-  const Lanes lanes = this->lanes();
-  std::vector<std::vector<ReadEntry>> reads(lanes.size());
+  const Lanes& lanes = lanes_to_issue_locked();
   const bool held = any_late(lanes);
   for (size_t idle = 0; idle < waiting_.size() && has_room(lanes);) {
     const std::shared_ptr<Batch> batch = waiting_.front();
     const bool waits = held && batch->writes();
-    const Issued issued = waits ? Issued::kNothing : issue_turn(batch, lanes, &reads);
+    const Issued issued = waits ? Issued::kNothing : issue_turn(batch, lanes);
     idle = issued == Issued::kNothing ? idle + 1 : 0;
     if (issued == Issued::kAll) {
       waiting_.pop_front();
@@ -131,18 +130,29 @@ void StreamEndpoint::issue() {
     }
   }
   for (size_t i = 0; i < lanes.size(); ++i) {
-    for (size_t at = 0; at < reads[i].size(); at += kEntriesMax) {
-      const size_t n = std::min<size_t>(reads[i].size() - at, kEntriesMax);
+    const std::vector<ReadEntry>& reads = reads_[i];
+    for (size_t at = 0; at < reads.size(); at += kEntriesMax) {
+      const size_t n = std::min<size_t>(reads.size() - at, kEntriesMax);
       FrameHead head;
       head.type = FrameType::kRead;
       head.a = static_cast<uint32_t>(n);
       head.nbytes = static_cast<uint32_t>(n * sizeof(ReadEntry));
       (void)lanes[i]->write([&](OutQueue& out) {
-        return out.send(head, reads[i].data() + at, OutQueue::Room::kAlways);
+        return out.send(head, reads.data() + at, OutQueue::Room::kAlways);
       });
     }
+    reads_[i].clear();
     issued(*lanes[i]);
   }
+}
+
+const StreamEndpoint::Lanes& StreamEndpoint::lanes_to_issue_locked() {
+  const std::lock_guard lock(lanes_mutex_);
+  if (issue_lanes_.size() != lanes_.size()) {
+    reads_.resize(lanes_.size());
+    issue_lanes_ = lanes_;
+  }
+  return issue_lanes_;
 }
 
 bool StreamEndpoint::has_room(const Lanes& lanes) const {
@@ -154,8 +164,7 @@ bool StreamEndpoint::has_room(const Lanes& lanes) const {
 }
 
 StreamEndpoint::Issued StreamEndpoint::issue_turn(const std::shared_ptr<Batch>& batch,
-                                                  const Lanes& lanes,
-                                                  std::vector<std::vector<ReadEntry>>* reads) {
+                                                  const Lanes& lanes) {
   Issued issued = Issued::kNothing;
   for (uint64_t bytes = 0; bytes < kPartMax && has_room(lanes);) {
     Part part;
@@ -174,7 +183,7 @@ StreamEndpoint::Issued StreamEndpoint::issue_turn(const std::shared_ptr<Batch>& 
     }
     if (!passes(part)) continue;
     if (part.op == MC_OP_READ) {
-      (*reads)[i].push_back({tag, part.region, 0, part.remote_offset, part.length});
+      reads_[i].push_back({tag, part.region, 0, part.remote_offset, part.length});
     } else {
       issue_write(*lanes[i], batch, part, tag);
     }
@@ -223,7 +232,7 @@ void StreamEndpoint::issue_write(Connection& lane, const std::shared_ptr<Batch>&
 
 void StreamEndpoint::issued(Connection& lane) {
   if (lane.out().full()) return;
-  (void)lane.write([](OutQueue& out) { return out.pump(); });
+  lane.write([](OutQueue& out) { out.pump_or_defer(); });
 }
 
 void StreamEndpoint::part_over(const std::shared_ptr<Batch>& batch, const Part& part,

@@ -90,8 +90,8 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
   static bool any_late(const Lanes& lanes);
   bool has_room(const Lanes& lanes) const;
   enum class Issued { kAll, kSome, kNothing };  // kNothing: it waits for its own parts
-  Issued issue_turn(const std::shared_ptr<Batch>& batch, const Lanes& lanes,
-                    std::vector<std::vector<ReadEntry>>* reads);
+  Issued issue_turn(const std::shared_ptr<Batch>& batch, const Lanes& lanes);
+  const Lanes& lanes_to_issue_locked();
   static void call_off(Connection& lane, std::span<const uint64_t> tags);
 
   Host& host_;
@@ -106,6 +106,8 @@ class StreamEndpoint : public Endpoint, public std::enable_shared_from_this<Stre
 
   std::mutex issue_mutex_;
   std::deque<std::shared_ptr<Batch>> waiting_;  // batches with parts not handed out
+  Lanes issue_lanes_;  // as lanes_, which only grows; kept, as the next is, to need no memory each time
+  std::vector<std::vector<ReadEntry>> reads_;  // of this round, for each lane
   uint64_t turn_ = 0;
   std::atomic<uint64_t> waiting_count_{0};
   std::atomic<uint64_t> in_flight_{0};  // parts
