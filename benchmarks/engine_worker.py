@@ -17,6 +17,7 @@ import json
 import mmap
 import socket
 import statistics
+import struct
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ PLACE_BYTES = 64 << 20  # of each thread, on both sides
 BUFFER_BYTES = THREADS_MAX * PLACE_BYTES
 HOST = "127.0.0.1"
 CALL_MS = 60_000
+VIEWS_MAX = 1024  # of one call, Linux
 Call = Callable[[], object]
 
 
@@ -101,7 +103,10 @@ class Memcpy:
 
 
 class Socket:
-    """A plain stream: ask with 16 bytes, take as many as asked for (read), or the other way."""
+    """A plain stream: ask with 16 bytes, take as many as asked for (read), or the other way. A
+    batch has the same places as everybody's, all of them in one call where the system allows."""
+
+    ASK = struct.Struct("<QIHH")  # of each slice, how many, thread, reading
 
     def __init__(self) -> None:
         self.buffer = Buffer()
@@ -118,15 +123,22 @@ class Socket:
             tune(sock)
             threading.Thread(target=self._answer, args=(sock,), daemon=True).start()
 
-    def _answer(self, sock: socket.socket) -> None:
+    def _views(self, nbytes: int, count: int, thread: int) -> list[memoryview]:
         view = memoryview(self.buffer.map)
-        head = bytearray(16)
-        while take(sock, memoryview(head)):
-            nbytes = int.from_bytes(head[:8], "little")
-            if head[8]:
-                sock.sendall(view[:nbytes])
+        return [view[offset : offset + nbytes] for offset in ranges(nbytes, count, thread)]
+
+    def _answer(self, sock: socket.socket) -> None:
+        head = bytearray(self.ASK.size)
+        asked, views = b"", list[memoryview]()
+        while take(sock, [memoryview(head)]):
+            if head != asked:
+                asked = bytes(head)
+                nbytes, count, thread, reading = self.ASK.unpack(asked)
+                views = self._views(nbytes, count, thread)
+            if reading:
+                give(sock, views)
             else:
-                take(sock, view[:nbytes])
+                take(sock, views)
                 sock.sendall(b"done")
 
     def connect(self, peer: dict[str, Any]) -> None:
@@ -135,21 +147,18 @@ class Socket:
     def call(self, op: str, nbytes: int, count: int, thread: int) -> Call:
         sock = socket.create_connection(self.address)
         tune(sock)
-        total, reading = min(nbytes * count, PLACE_BYTES), op == "read"
-        passes = nbytes * count // total
-        start = thread * PLACE_BYTES
-        view = memoryview(self.buffer.map)[start : start + total]
-        head = total.to_bytes(8, "little") + bytes([reading]) + bytes(7)
-        word = memoryview(bytearray(4))
+        reading = op == "read"
+        views = self._views(nbytes, count, thread)
+        head = self.ASK.pack(nbytes, count, thread, reading)
+        word = [memoryview(bytearray(4))]
 
         def move() -> None:
-            for _ in range(passes):
-                sock.sendall(head)
-                if reading:
-                    take(sock, view)
-                else:
-                    sock.sendall(view)
-                    take(sock, word)
+            sock.sendall(head)
+            if reading:
+                take(sock, views)
+            else:
+                give(sock, views)
+                take(sock, word)
 
         return move
 
@@ -160,13 +169,29 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
-def take(sock: socket.socket, view: memoryview) -> bool:
-    while view:
-        got = sock.recv_into(view)
+def give(sock: socket.socket, views: list[memoryview]) -> None:
+    rest = views
+    while rest:
+        rest = behind(rest, sock.sendmsg(rest[:VIEWS_MAX]))
+
+
+def take(sock: socket.socket, views: list[memoryview]) -> bool:
+    rest = views
+    while rest:
+        got = sock.recvmsg_into(rest[:VIEWS_MAX])[0]
         if not got:
             return False
-        view = view[got:]
+        rest = behind(rest, got)
     return True
+
+
+def behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of them behind so many bytes."""
+    done = 0
+    while done < len(views) and nbytes >= len(views[done]):
+        nbytes -= len(views[done])
+        done += 1
+    return [views[done][nbytes:], *views[done + 1 :]] if nbytes else views[done:]
 
 
 class Upstream:
