@@ -300,7 +300,7 @@ class StoreClient:
             view = self._views.find(key, name, self._reader, deadline)
         if view is not None:
             return view
-        return ObjectView(key, self.get(key, timeout_ms=deadline.left_ms()))
+        return ObjectView(key, self.get(key, timeout_ms=max(1, deadline.left_ms())))
 
     # --- sessions and explanations ---
 

@@ -14,6 +14,7 @@ import pytest
 from daemons import wait_until
 
 from mooncake_py import ReplicaPolicy, StoreClient
+from mooncake_py.clock import Deadline
 from mooncake_py.errors import (
     CapacityError,
     MasterUnavailable,
@@ -114,13 +115,18 @@ class Traffic:
 
     def run(self, stop: Callable[[], bool]) -> None:
         try:
-            while not stop():  # a life of a client ends without close, now and then
+            left: list[StoreClient] = []  # ended without close, as far as they know
+            while not stop():
                 store = StoreClient(self.address, transports=("local", "shm", "tcp"))
                 for _ in range(self.dice.randrange(20, 200)):
                     self._one(store)
                     self.done += 1
                 if self.dice.random() < 0.7:
                     store.close()
+                    continue
+                left.append(store)
+                while len(left) > 2:
+                    left.pop(0).close()
         except Exception as error:
             self.wrong.append(repr(error))
 
@@ -214,3 +220,18 @@ def _owes_nothing(master: MasterClient) -> bool:
     names = ("hard_pinned_bytes", "grants_running", "resting_bytes", "copies_running")
     soft = [tenant.counters["soft_pinned_bytes"] for tenant in info.tenants]
     return not any(info.counters[name] for name in names) and not any(soft)
+
+
+def test_f28_a_view_whose_time_is_over_ends_as_a_get_does(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that `timeout_ms` must be positive, which it was."""
+
+    def find(key: str, name: bytes, reader: object, deadline: Deadline) -> None:
+        wait_until(deadline.passed)
+
+    with StoreClient(cluster.address) as store:
+        store.put("late/view", b"v")
+        monkeypatch.setattr(store._views, "find", find)
+        with suppress(TransferTimeout, MasterUnavailable):
+            assert bytes(store.get_view("late/view", timeout_ms=5).memory) == b"v"

@@ -56,18 +56,26 @@ class Write:
 class Ledger:
     writes: list[Write] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    ending: Counter[str] = field(default_factory=Counter)  # calls under way that end a key's object
     ended: dict[int, str] = field(default_factory=dict)  # generation -> the catalog's word
     homes: dict[int, set[object]] = field(default_factory=dict)  # generation -> lives of nodes
 
-    def begin(self, key: str, nbytes: int, now_ms: int) -> Write:
-        write = Write(len(self.writes), key, nbytes, now_ms)
+    def begin(self, key: str, nbytes: int, now_ms: int, upsert: bool = False) -> Write:
+        """`upsert`: it has said itself that it ends what is there."""
+        write = Write(len(self.writes), key, nbytes, now_ms, unwanted=self.ending[key] > upsert)
         self.writes.append(write)
         return write
 
     def unwant(self, key: str) -> None:
-        """A removal of the key, or an upsert, begins, or has ended."""
+        """A removal of the key, or an upsert, begins; until `unwanted` is called, it may end what
+        is put meanwhile, too."""
+        self.ending[key] += 1
         for write in self.writes:
             write.unwanted |= write.key == key
+
+    def unwanted(self, key: str) -> None:
+        """It has ended."""
+        self.ending[key] -= 1
 
     def end(self, write: Write, outcome: str, now_ms: int) -> None:
         write.ended_ms, write.outcome = now_ms, outcome

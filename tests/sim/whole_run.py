@@ -206,9 +206,10 @@ class User:
         policy = ReplicaPolicy(dice.choice([1, 2, 2, 3]), soft_pin_ms=dice.choice([0, 0, 500]))
         plain = dice.random() < 0.5
         length = dice.choice([64, 1_000, 4_000])
+        lengths = [length if plain else dice.choice([64, 900, 7_000]) for _ in keys]
         writes = [
-            self.ledger.begin(key, length if plain else dice.choice([64, 900, 7_000]), begun_ms)
-            for key in keys
+            self.ledger.begin(key, nbytes, begun_ms, upsert)
+            for key, nbytes in zip(keys, lengths, strict=True)
         ]
         options: dict[str, Any] = {} if plain else {"policy": policy, "upsert": upsert}
         if grouped:
@@ -220,6 +221,8 @@ class User:
             outcomes: list[Any] = store.put_batch(keys, values, timeout_ms=timeout_ms, **options)
         except MooncakeError as error:
             outcomes = [error] * len(keys)
+        for key in keys if upsert else ():
+            self.ledger.unwanted(key)
         for write, outcome in zip(writes, outcomes, strict=True):
             refused = isinstance(outcome, ObjectExists)
             what = STORED_OK if outcome is None else REFUSED if refused else UNKNOWN
@@ -284,7 +287,7 @@ class User:
         except MooncakeError as error:
             outcomes = [error] * len(keys)
         for key, outcome in zip(keys, outcomes, strict=True):
-            self.ledger.unwant(key)  # and what was put meanwhile
+            self.ledger.unwanted(key)
             if outcome is None:
                 self.ledger.removed(key, begun_ms, self.world.now_ms)
             elif isinstance(outcome, ObjectLeased):
