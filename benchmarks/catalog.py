@@ -75,7 +75,7 @@ class Bench:
         self.random = random.Random(1)
         self.segments = []
         for i in range(4):
-            mount = Mount(f"n{i}", 1, f"h:{i}", 1, 64 << 30, f"host{i}")
+            mount = Mount(f"n{i}", 1, f"h:{i}", 1, 256 << 30, f"host{i}")
             reply = self.catalog.apply(mount, self.now_ms).reply
             assert isinstance(reply, Mounted)
             self.segments.append((mount.node, reply.segment_id))

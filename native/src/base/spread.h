@@ -1,5 +1,6 @@
-// Anonymous memory for large tables: zero, address space until it is touched, in huge pages where the
-// system has them, so that a table of a million rows needs few entries of the TLB.
+// Anonymous memory for tables: zero, and address space until it is touched. What lies beyond the first
+// huge page is in huge pages where the system has them, so that a table of a million rows needs few
+// entries of the TLB, and one of a thousand rows no megabytes.
 #pragma once
 
 #include <sys/mman.h>
@@ -15,8 +16,8 @@ inline constexpr uint64_t kHugeBytes = 2 << 20;
 class Spread {
  public:
   Spread() = default;
-  // std::bad_alloc when there is none.
-  explicit Spread(uint64_t nbytes) : nbytes_((nbytes + kHugeBytes - 1) / kHugeBytes * kHugeBytes) {
+  // The first `small` bytes are not worth huge pages. std::bad_alloc when there is none.
+  explicit Spread(uint64_t nbytes, uint64_t small = kHugeBytes) : nbytes_((nbytes + kHugeBytes - 1) / kHugeBytes * kHugeBytes) {
     if (nbytes_ == 0) return;
     const uint64_t all = nbytes_ + kHugeBytes;
     void* const got = mmap(nullptr, all, PROT_READ | PROT_WRITE,
@@ -27,7 +28,7 @@ class Spread {
     data_ = begin + before;
     if (before != 0) munmap(begin, before);
     munmap(data_ + nbytes_, kHugeBytes - before);
-    (void)madvise(data_, nbytes_, MADV_HUGEPAGE);
+    if (small < nbytes_) (void)madvise(data_ + small, nbytes_ - small, MADV_HUGEPAGE);
   }
   Spread(Spread&& other) noexcept { swap(other); }
   Spread& operator=(Spread&& other) noexcept {

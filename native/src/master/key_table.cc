@@ -140,7 +140,8 @@ uint64_t KeyTable::place(uint64_t from, uint32_t tag, uint16_t tenant, Text key)
 
 void KeyTable::grow() {
   const uint64_t size = size_ + size_ / 2;
-  Spread larger(size * sizeof(Entry));
+  const uint64_t nbytes = size * sizeof(Entry);
+  Spread larger(nbytes, nbytes < kHugeBytes ? kHugeBytes : 0);
   Spread former = std::move(index_);
   const Entry* const entries = entries_;
   const uint64_t count = size_;
