@@ -40,6 +40,7 @@ class VerbMachine(CatalogMachine):
     def __init__(self) -> None:
         super().__init__()
         self.reserved: dict[int, tuple[int, int, int]] = {}  # generation: length, segment, expiry
+        self.cancelled: set[int] = set()  # by a removal of everything
         self.reserved_until_ms = 0  # with what rests
         self.mirror: dict[bytes, int] = {}
         self.heard = 0
@@ -82,7 +83,8 @@ class VerbMachine(CatalogMachine):
         code = applied.reply.status[0]
         kept, begun = reference.objects.get(key), reference.grants.get(key)
         taken = kept is not None or (begun is not None and reference.runs(begun))
-        if until_ms <= driver.now_ms or segment_id in reference.gone:
+        over = until_ms <= driver.now_ms or generation in self.cancelled
+        if over or segment_id in reference.gone:
             assert code == LeaseExpired.code
         elif taken:
             assert code == ObjectExists.code
@@ -98,6 +100,13 @@ class VerbMachine(CatalogMachine):
         assert isinstance(again.reply, Statuses)
         assert again.reply.status[0] == (0 if code == 0 else LeaseExpired.code)
         reference.learn(again)
+
+    @rule(prefix=st.sampled_from([b"", b"k0", b"k01", b"x"]), force=st.booleans())
+    def remove_all(self, prefix: bytes, force: bool) -> None:
+        """Everything that was granted before is removed, reservations, too; they have no prefix."""
+        super().remove_all(prefix, force)
+        if not prefix:
+            self.cancelled.update(self.reserved)
 
     @rule(from_snapshot=st.booleans())
     def restart(self, from_snapshot: bool) -> None:
