@@ -1,14 +1,15 @@
 // How two engines meet. Fixed-size records, before any frame; little-endian.
 //
 //   TCP, first lane      hello ->            <- hello (status, session, shm name)
-//                        choice (tcp|rdma|fake)-> <- ready
+//                        choice (one bit)-> <- ready
 //   TCP, another lane    lane (session) ->   <- ready (status)
 //   unix (shm proof)     shm_hello + memfd-> <- shm_hello + memfd (echo of the token read in ours)
 //                        shm_proof (echo) -> <- ready
 //
 // The caller decides: the same process (the incarnation is in this process's registry) needs no
 // connection at all; else shm when its proof succeeds; else rdma where both have a device; else
-// tcp. It hangs up where it does not want to go on. A record with another magic or major version is answered with a status and cut.
+// tcp; else, if it asks for that, messages alone, which everybody takes. It hangs up where it does not
+// want to go on. A record with another magic or major version is answered with a status and cut.
 #pragma once
 
 #include <cstdint>
