@@ -152,10 +152,10 @@ class Writer:
                     self._changed.wait(self._limits.commit_retry_ms / 1000 if backlog else None)
                 if self._waiting:
                     self._changed.wait_for(self._ready, self._limits.commit_linger_ms / 1000)
-                taken, self._waiting = self._waiting, []
+                backlog += self._waiting  # and nobody else has them: a snapshot is large
+                self._waiting = []
                 self._pressing = False
                 closing = self._closing
-            backlog += taken
             try:
                 self._write(backlog)
                 self._recovered()

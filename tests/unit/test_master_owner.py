@@ -7,6 +7,7 @@ case needs; nothing here depends on how fast anything is.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
@@ -20,7 +21,7 @@ from mooncake_py.master.inbox import GRPC, LARGE_BYTES, LONG_TURN, Call, Inbox, 
 from mooncake_py.master.metadata import Loaded
 from mooncake_py.master.owner import APPEND_BYTES, SLICE_MS, Bell, Owner
 from mooncake_py.master.service import Answer, Service
-from mooncake_py.master.writer import Writer
+from mooncake_py.master.writer import Base, Writer
 from mooncake_py.metrics import Metrics
 from mooncake_py.wire.lane import EXISTS, HEARTBEAT, LIST, LOCATE, PUT_START, REMOVE, STATUS, Method
 
@@ -287,6 +288,23 @@ def test_records_faster_than_the_disk_are_backpressure() -> None:
     stage.store.gate.set()
     while said(stage.call(PUT_START)) != "granted":
         pass
+    stage.close()
+
+
+class Payload(bytearray):
+    """One whose end can be seen."""
+
+
+def test_f60_nobody_keeps_a_snapshot_that_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while nothing more is written for a long time."""
+    stage = Stage()
+    monkeypatch.setattr(stage.store, "write_snapshot", lambda snapshot, sequence: None)
+    gone = threading.Event()
+    payload = Payload(b"all objects")
+    weakref.finalize(payload, gone.set)
+    stage.writer.snapshot(payload, Base())
+    del payload
+    assert gone.wait(PATIENCE_S)
     stage.close()
 
 
