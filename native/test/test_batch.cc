@@ -1,5 +1,7 @@
 // Which slices travel together, and that each has its own outcome all the same.
+#include <atomic>
 #include <cstdint>
+#include <thread>
 #include <vector>
 
 #include "base/abi.h"
@@ -104,6 +106,24 @@ void a_stopped_batch_hands_out_nothing_again() {
   CHECK_EQ(slices[1].status, MC_E_ACCESS);
 }
 
+// Whoever completed the last slice says so after the lock, and finish() may come in between.
+void what_has_finished_is_done_whoever_completed_it() {
+  auto slices = side_by_side(4096, 1);
+  for (int round = 0; round < 1000; ++round) {
+    Batch batch(slices.data(), slices.size(), 10'000);
+    const Part part = parts_of(batch)[0];
+    std::atomic<bool> begun = false;
+    std::thread other([&] {
+      begun = true;
+      (void)batch.part_done(part, MC_OK, 0);  // thousands of slices: finish() waits for the lock
+    });
+    while (!begun) std::this_thread::yield();
+    batch.finish(MC_E_CANCELLED, "cancelled");
+    CHECK(batch.done());
+    other.join();
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -112,5 +132,6 @@ int main() {
   refused_ones_are_tried_alone();
   other_failures_are_of_all_of_them();
   a_stopped_batch_hands_out_nothing_again();
+  what_has_finished_is_done_whoever_completed_it();
   return 0;
 }

@@ -208,7 +208,7 @@ void Batch::finish(int32_t status, const char* reason) {
   {
     const std::lock_guard lock(mutex_);
     stopped_ = true;
-    if (open_ == 0) return;
+    if (open_ == 0) return done_.set();  // as in event_fd(): whoever calls may rely on it
     finish_locked(status, reason);
     announce_to_ = event_fd_.get();
   }

@@ -70,8 +70,8 @@ class Batch {
   // `crc` counts when the slice asked for it. A failure's first report decides the slice. True:
   // next_part() has parts again, of a merged one that was refused.
   bool part_done(const Part& part, int32_t status, uint32_t crc, const char* reason = "");
-  // Complete everything that has not with this status. The caller has made sure before that
-  // nobody writes into local memory for this batch any more.
+  // Complete everything that has not with this status; it is done then. The caller has made sure
+  // before that nobody writes into local memory for this batch any more.
   void finish(int32_t status, const char* reason);
 
   bool copying();  // true: call copied() after the copy; prefer a Copying
