@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from mooncake_py.master import records
 from mooncake_py.master.catalog import Catalog
-from mooncake_py.master.commands import Heartbeat, Mount, PutStart, Refused
+from mooncake_py.master.commands import Granted, Heartbeat, Mount, PutEnd, PutStart, Refused
+from mooncake_py.master.keys import CompleteKeys
+from mooncake_py.master.objects import READ
 from mooncake_py.master.settings import CatalogSettings
 
 u64 = st.integers(0, 2**64 - 1)
@@ -128,6 +130,31 @@ def test_a25_f11_a_restart_brings_every_object_back_and_grants_go_on() -> None:
     driver.catalog = fresh
     assert driver.end([b"running"], list(granted.generations)) == [0]
     assert driver.exists([b"running"]) == [1]
+
+
+def test_a25_a_restart_looks_at_all_objects_once_not_for_each_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    driver.mount("a", 1 << 20)
+    names = [f"t{i}" for i in (4, 1, 7, 2)]
+    for round_ in range(3):
+        for name in names:
+            keys = [b"%d/%d" % (round_, i) for i in range(5)]
+            reply = driver.apply(PutStart(name, keys, [64] * 5, bytes(16 * 5))).reply
+            assert isinstance(reply, Granted)
+            driver.apply(PutEnd(name, keys, list(reply.generations)))
+    expected = picture(driver.catalog)
+    fresh = Catalog(driver.settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(CompleteKeys, "_entries", None)  # which walks over all slots
+        fresh.restore(driver.catalog.snapshot(driver.now_ms), [], driver.now_ms)
+    assert picture(fresh) == expected
+    table = fresh.state.table
+    assert len(table) == 60
+    assert all(table.flags[slot] & READ for slot in table.live()), "any may have been located"
+    assert {table.stamp[slot] for slot in table.live()} == {driver.now_ms}
+    check_invariants(fresh)
 
 
 def test_generations_and_segment_ids_are_never_used_again_though_the_log_is_lost() -> None:
