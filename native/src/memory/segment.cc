@@ -19,6 +19,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <fstream>
 #include <limits>
 #include <string>
@@ -174,7 +175,13 @@ class Mapping {
     };
     {
       std::vector<std::jthread> helpers;
-      for (uint64_t at = each; at < nbytes_; at += each) helpers.emplace_back(run, at);
+      for (uint64_t at = each; at < nbytes_; at += each) {
+        try {
+          helpers.emplace_back(run, at);
+        } catch (const std::exception&) {
+          run(at);  // there is no thread to be had, or no memory for it
+        }
+      }
       run(0);
     }
     return status;
