@@ -179,12 +179,17 @@ void check_door() {
   mc_engine* const client = open_engine();
   const mc_door_kinds kinds{kExists, kCommit, 8, 16, 4, 0};
   const uint8_t secret[16] = {1};
-  mc_door* door = nullptr;
-  CHECK_EQ(mc_door_open(server, &kinds, secret, &door), MC_OK);
   const auto* tenant = reinterpret_cast<const uint8_t*>("t");
-  const uint64_t ends[2] = {3, 6};
-  const uint8_t states[2] = {MC_DOOR_COMPLETE, MC_DOOR_WRITING};
-  CHECK_EQ(mc_door_set(door, tenant, 1, reinterpret_cast<const uint8_t*>("aaabbb"), ends, 2, states),
+  mc_keys* keys = nullptr;  // aaa is complete, bbb is being written
+  CHECK_EQ(mc_keys_open(16, &keys), MC_OK);
+  CHECK_EQ(mc_keys_name_tenant(keys, 0, tenant, 1), MC_OK);
+  CHECK_EQ(mc_keys_set(keys, 0, 0, reinterpret_cast<const uint8_t*>("aaa"), 3), MC_OK);
+  CHECK(mc_keys_enter(keys, 0) >= 0);
+  mc_door* door = nullptr;
+  CHECK_EQ(mc_door_open(server, keys, &kinds, secret, &door), MC_OK);
+  const uint64_t end = 3;
+  const uint8_t state = MC_DOOR_WRITING;
+  CHECK_EQ(mc_door_set(door, tenant, 1, reinterpret_cast<const uint8_t*>("bbb"), &end, 1, &state),
            MC_OK);
   std::vector<uint64_t> generations, expires;
   for (uint64_t i = 0; i < 300; i++) {
@@ -211,6 +216,7 @@ void check_door() {
   mc_door_count(door, &counts);
   CHECK(counts.exists_calls > 0);
   mc_door_close(door);
+  mc_keys_close(keys);
   mc_engine_close(client);
   mc_engine_close(server);
 }
