@@ -14,6 +14,7 @@ from mooncake_py.master.groups import is_named
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import GONE, Segment
 from mooncake_py.master.objects import PLACE_BITS, PLACE_MASK
+from mooncake_py.master.snapshots import record_replica
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.stripes import is_part
 from mooncake_py.master.tenant import Grant, Tenant
@@ -207,8 +208,9 @@ class Page:
             return False
         if not self._claim(found):
             return False
-        state.add_replica(slot, self.segment.index << PLACE_BITS | found.start, found.own)
-        self.work.copy(table.generation[slot], found.own, self.segment.segment_id, found.start)
+        place = self.segment.index << PLACE_BITS | found.start
+        state.add_replica(slot, place, found.own)
+        record_replica(state, self.work, slot, place, found.own, self.now_ms)
         state.counters["replicas_adopted"] += 1
         return True
 

@@ -42,6 +42,7 @@ from mooncake_py.master.groups import is_named
 from mooncake_py.master.membership import ALIVE, AWAY, DRAINING, GONE, SUSPECT, Segment
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK
 from mooncake_py.master.placement import Placer
+from mooncake_py.master.snapshots import record_replica
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.stripes import part_slots
 from mooncake_py.master.taskbook import Copy, Why
@@ -185,8 +186,7 @@ def _finish(state: CatalogState, work: Work, copy: Copy, code: int, now_ms: int)
     _forget(state, copy)
     slot = copy.slot
     state.add_replica(slot, copy.target, copy.generation)
-    target = state.members.at(copy.target >> PLACE_BITS)
-    work.copy(copy.of, copy.generation, target.segment_id, copy.target & PLACE_MASK)
+    record_replica(state, work, slot, copy.target, copy.generation, now_ms)
     state.counters["copies_made"] += 1
     state.counters[f"copied_bytes_{copy.why.value}"] += copy.units * EXTENT_ALIGN_BYTES
     former = state.members.by_id.get(copy.drops)

@@ -59,8 +59,8 @@ class Shadow:
         self._slots: dict[int, int] = {}  # of complete objects, by generation
         self._new: list[int] = []  # slots that are complete since the last `feed`
         self._pinned: set[Pool] = set()  # that got soft pins since then
-        self._broken: set[int] = set()  # groups that lost a member with its node
-        self._lost: dict[int, int] = {}  # members so lost -> their group, if it is one by name
+        self._broken: dict[int, int] = {}  # members lost with their node -> their group
+        self._lost: dict[int, int] = {}  # likewise, of groups by name
         self._youngest = 0
         self._marks = records.Marks(1, 1)
         self._now_ms = 0  # of the newest record
@@ -91,7 +91,7 @@ class Shadow:
         if self._broken:
             for put in filter(_is_grouped, self._running_puts()):
                 state.groups.begin(put)  # so that members in writing are ended with theirs
-        for name in sorted(self._broken.union(self._lost.values())):
+        for name in sorted({*self._broken.values(), *self._lost.values()}):
             state.drop_group(name, now_ms)
         slots = state.table.live_slots()
         if not self._place(slots):
@@ -270,6 +270,8 @@ class Shadow:
         """An object of a snapshot: its deadlines are absolute."""
         state, key, places = self.state, put.keys[index], put.places[index]
         length, generation = put.lengths[index], put.first + index
+        self._lost.pop(generation, None)  # it was lost but for a replica that came just then
+        self._broken.pop(generation, None)
         slot = state.table.add(key, generation, length, places[0], put.tenant.number)
         dress(state, slot, places, fields.hard_pin, fields.soft_pin_ms, fields.ttl_ms)
         state.table.set_cost(slot, fields.cost)
@@ -353,8 +355,8 @@ class Shadow:
         """Lost with its node. Of a group by name, which may come again, the leader says more."""
         if is_named(group):
             self._lost[generation] = group
-        else:
-            self._broken.add(group)
+        elif group:
+            self._broken[generation] = group
 
     def _copy(self, generation: int, own: int, segment_id: int, start: int) -> None:
         slot = self._slots.get(generation)
@@ -405,12 +407,10 @@ class Shadow:
             return
         for tenant in state.tenants:
             for put, index in tenant.writing.values():
-                if (
-                    put.groups
-                    and not is_named(put.groups[index])
-                    and all(place >> PLACE_BITS == segment.index for place in put.places[index])
-                ):
-                    self._broken.add(put.groups[index])
+                group = put.groups[index] if put.groups else 0
+                here = (place >> PLACE_BITS == segment.index for place in put.places[index])
+                if group and not is_named(group) and all(here):
+                    self._break(group, put.first + index)
         for slot in nodes.lose_at_once(state, segment, self._now_ms):
             if state.table.key[slot] is not None:
                 self._lose(state.table.generation[slot], segment_id, 0)

@@ -16,7 +16,7 @@ from itertools import islice
 
 from mooncake_py.master import records
 from mooncake_py.master.allocator import UNIT_BYTES
-from mooncake_py.master.membership import segment_fields
+from mooncake_py.master.membership import GONE, segment_fields
 from mooncake_py.master.objects import HARD_PIN, PLACE_BITS, PLACE_MASK, REPLICAS, SOFT_PIN, TTL
 from mooncake_py.master.puts import grant_fields
 from mooncake_py.master.quotas import quota_fields
@@ -24,6 +24,7 @@ from mooncake_py.master.records import GrantFields
 from mooncake_py.master.state import CatalogState
 from mooncake_py.master.tenant import Put, Tenant
 from mooncake_py.master.unrecorded import records_of_graves
+from mooncake_py.master.work import Work
 from mooncake_py.model import is_reserved
 
 STEP_SLOTS = 512  # about a millisecond
@@ -133,6 +134,20 @@ def _grant_records(state: CatalogState, tenant: Tenant, now_ms: int) -> Iterator
             groups=[put.groups[i] for i in indices] if put.groups else (),
         )
         yield grant_fields(state, part, now_ms, [put.first + i for i in indices])
+
+
+def record_replica(
+    state: CatalogState, work: Work, slot: int, place: int, own: int, now_ms: int
+) -> None:
+    """The object has got a replica, with a generation of its own. When all its others are on
+    segments that are gone, who follows the records forgot it with the last of these, so they tell
+    of it once more."""
+    table, members = state.table, state.members
+    segment_id = members.at(place >> PLACE_BITS).segment_id
+    work.copy(table.generation[slot], own, segment_id, place & PLACE_MASK)
+    others = (each for each in table.places(slot) if each != place)
+    if all(members.at(each >> PLACE_BITS).state == GONE for each in others):
+        work.records += map(records.encode, _object_records(state, now_ms, [slot]))
 
 
 def _object_records(

@@ -30,6 +30,7 @@ from mooncake_py.master.evicting import evict_what_disks_hold, still_ready
 from mooncake_py.master.lifecycle import Event
 from mooncake_py.master.membership import ALIVE, GONE, Segment
 from mooncake_py.master.objects import COLD, HARD_PIN, ON_DISK, PARKED, PLACE_BITS, PLACE_MASK
+from mooncake_py.master.snapshots import record_replica
 from mooncake_py.master.state import CatalogState, extent_units
 from mooncake_py.master.work import Work
 from mooncake_py.model import DISK_TASK_ROW, EXTENT_ALIGN_BYTES
@@ -243,8 +244,9 @@ def _report(
     disk.pending_units -= offload.units
     start = segment.allocator.take(extent_units(state.table.length[slot]))
     segment.used_units += offload.units
-    state.add_replica(slot, segment.index << PLACE_BITS | start, generation)
-    work.copy(generation, generation, segment.segment_id, start)
+    place = segment.index << PLACE_BITS | start
+    state.add_replica(slot, place, generation)
+    record_replica(state, work, slot, place, generation, now_ms)
     disk.note_added(generation, slot)
     state.counters["disk_offloads"] += 1
     _ready(state, offload, "")
@@ -320,9 +322,8 @@ def _promoted(
         return
     del disk.promotions[promotion.own]
     disk.promoting.discard(slot)
-    home = state.members.at(promotion.place >> PLACE_BITS)
     state.add_replica(slot, promotion.place, promotion.own)
-    work.copy(promotion.generation, promotion.own, home.segment_id, promotion.place & PLACE_MASK)
+    record_replica(state, work, slot, promotion.place, promotion.own, now_ms)
     state.counters["disk_promotions"] += 1
 
 

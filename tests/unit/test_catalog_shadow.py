@@ -257,6 +257,30 @@ def test_a_shadow_equals_a_restored_catalog(seed: int) -> None:
         assert gone or free + segment.used_units + segment.resting_units == segment.allocator.units
 
 
+@pytest.mark.parametrize("group", [0, 7])
+def test_a08_a_shadow_knows_an_object_whose_last_replica_came_just_in_time(group: int) -> None:
+    """Its node is gone, the object is not forgotten yet, and now a disk reports that it has it."""
+    driver = Driver(1)
+    segment_id = driver.do(Mount("n", 1, "n:1", 3, SEGMENT_BYTES, "h")).segment_id
+    disk = DiskNode("n", 1)
+    disk.segment_id = driver.do(disk.mount(1)).segment_id
+    keys, lengths = [b"k", b"l"], [40_000, 20_000]
+    generations = driver.do(PutStart("a", keys, lengths, bytes(32), groups=[group] * 2)).generations
+    driver.do(PutEnd("a", keys, generations))
+    driver.do(Tick())
+    disk.carry_out(driver.do(disk.ask()))
+    driver.do(Unmount("n", 1, segment_id))
+    driver.do(disk.ask())
+    driver.do(Tick())
+    shadow, taken = Shadow(SETTINGS), Catalog(SETTINGS)
+    shadow.feed(driver.log)
+    assert taken.take_over(shadow, driver.now_ms) is not None
+    objects = picture(taken.state, driver.now_ms)["objects"]
+    known = picture(driver.catalog.state, driver.now_ms)["objects"]
+    assert objects.keys() == known.keys()
+    assert len(objects) == 2
+
+
 def test_claims_that_contradict_each_other_are_noticed() -> None:
     driver = Driver(1)
     driver.do(Mount("n", 1, "n:1", 3, SEGMENT_BYTES, "h"))
