@@ -197,10 +197,11 @@ class Run:
                 began = time.monotonic_ns()
                 outcomes = store.get_batch(mine)
                 ended = time.monotonic_ns()
-                paths = [
-                    p for peer in store._engine.describe()["peers"] for p in peer.get("paths", ())
-                ]
-                self._device_nbytes += sum(path["bytes_read"] for path in paths)
+                peers = store._engine.describe()["peers"]
+                by_device = (peer for peer in peers if peer["transport"] == "rdma")
+                self._device_nbytes += sum(
+                    path["bytes_read"] for peer in by_device for path in peer["paths"]
+                )
             for key, outcome in zip(mine, outcomes, strict=True):
                 found.append(_seen(f"{tenant}/{key}", began, ended, outcome))
         return found

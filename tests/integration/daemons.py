@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 
+from processes import states_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake_py.clock import Deadline, SystemClock
@@ -43,7 +44,10 @@ def status(cluster: Cluster) -> StatusInfo:
 
 
 def send(daemon: Daemon, number: signal.Signals) -> None:
+    """SIGSTOP stops one thread after the other: this returns when the last one has stopped."""
     os.kill(daemon.child.pid, number)
+    if number == signal.SIGSTOP:
+        wait_until(lambda: states_of(daemon.child.pid) == {"T"})
 
 
 def calls(cluster: Cluster, method: str) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etcd_cluster import EtcdCluster, free_ports
+from processes import states_of
 
 from mooncake_py import StoreClient
 from mooncake_py.clock import Deadline, SystemClock
@@ -22,12 +23,6 @@ from mooncake_py.ops.child import Child
 START_MS = 30_000
 T = 5_000
 CLOCK = SystemClock()
-
-
-def states_of(pid: int) -> set[str]:
-    """Of the threads of a process, as the kernel calls them: T is stopped."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return {stat.rpartition(") ")[2][0] for stat in stats}
 
 
 def until(condition: Callable[[], Any], timeout_ms: int, what: str) -> None:

@@ -13,6 +13,12 @@ from pathlib import Path
 MARK = "TEST_RUN_MARK"
 
 
+def states_of(pid: int) -> set[str]:
+    """Of the threads of a process, as the kernel calls them: T is stopped."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {stat.rpartition(") ")[2][0] for stat in stats}
+
+
 @dataclass(frozen=True)
 class Marked:
     """Give `environment()` to what a test starts; all its descendants can then be found."""
