@@ -51,6 +51,7 @@ P6_RATIO, P8_BYTES, P11_RATIO = 1.0, 250, 1.2
 PAGE_BYTES = 64 << 10
 FILL = 1024
 T = 20_000
+RECOVERY_MS = 100  # else a new cluster remembers for a minute what was removed: 300 bytes each
 SETTLE_S, STILL_S, SETTLE_MIN = 60, 4, 100_000  # longest wait, how long unchanged, from how many on
 
 
@@ -180,7 +181,10 @@ class Bench:
 
     def __init__(self, python: str | None, folder: Path, stack: ExitStack) -> None:
         # the beats end before the master does: the stack unwinds in reverse
-        self.cluster = stack.enter_context(Cluster(ClusterOptions(node_count=0)))
+        options = ClusterOptions(
+            node_count=0, master_arguments=["--set", f"recovery_ms={RECOVERY_MS}"]
+        )
+        self.cluster = stack.enter_context(Cluster(options))
         engine = stack.enter_context(TransferEngine(options_for(("tcp",))))
         lane = MasterClient(self.cluster.address, engine=engine, clock=SystemClock())
         grpc = MasterClient(self.cluster.address, clock=SystemClock())
