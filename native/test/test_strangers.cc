@@ -66,9 +66,10 @@ Bytes mutated(const Bytes& from, Dice* dice) {
   return out;
 }
 
-void append(Bytes* out, const void* data, uint64_t nbytes) {
-  const auto* bytes = static_cast<const uint8_t*>(data);
-  out->insert(out->end(), bytes, bytes + nbytes);
+void append(Bytes* to, const void* bytes, uint64_t nbytes) {
+  const size_t before = to->size();
+  to->resize(before + nbytes);
+  if (nbytes > 0) std::memcpy(to->data() + before, bytes, nbytes);
 }
 
 mc_engine* open_engine() {
