@@ -4,8 +4,9 @@
  *
  * Two calls are: Exists, and the PutEnd of reservations whose keys are free. What is known for that
  * are the catalog's own keys (keys.h), and a mirror, told by the owner of the catalog before it
- * serves: which keys are being written, which reservations run. Whatever is not plain (an unknown field, a key that
- * is not free, a reservation that is not known) is handed out, as is every other message.
+ * serves: which keys are being written, which reservations run. Whatever is not plain (an unknown
+ * field, a key that is not free, a reservation that is not known) is handed out, as is every other
+ * message.
  *
  * A commit that was answered here is a promise: the owner takes it from the log and applies it
  * before it does anything else. One thread serves, drains and tells; nothing here is thread-safe. */

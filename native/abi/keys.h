@@ -31,10 +31,12 @@ int32_t mc_keys_find(mc_keys *keys, uint16_t tenant, const uint8_t *key, uint64_
 /* Of n keys of one tenant; faster than one by one. */
 void mc_keys_find_many(mc_keys *keys, uint16_t tenant, const mc_text *texts, uint64_t n,
                        int32_t *slots);
-/* How many bytes the slot's text has, and where it lies until the next call but find; -1: it has none. */
+/* How many bytes the slot's text has, and where it lies until the next call but find; -1: it has
+ * none. */
 int32_t mc_keys_text(mc_keys *keys, uint32_t slot, const uint8_t **out);
 /* One number a slot, 0 where there is no text; for as long as `keys` is open. */
 const uint32_t *mc_keys_names(mc_keys *keys);
 /* Doubly linked lists in two columns: n slots, each in some list, leave where they are and become the
  * last ones of the list with this head, one after the other. */
-void mc_links_move(uint32_t *next, uint32_t *previous, const int64_t *slots, uint64_t n, uint32_t head);
+void mc_links_move(uint32_t *next, uint32_t *previous, const int64_t *slots, uint64_t n,
+                   uint32_t head);

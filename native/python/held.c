@@ -44,7 +44,8 @@ static PyObject *keys_set(PyObject *self, PyObject *const *given, Py_ssize_t cou
     mc_keys *keys = keys_of(given, count, 4);
     mc_text key;
     if (keys == NULL || text_of(given[3], &key) != 0) return NULL;
-    const unsigned long slot = PyLong_AsUnsignedLong(given[1]), tenant = PyLong_AsUnsignedLong(given[2]);
+    const unsigned long slot = PyLong_AsUnsignedLong(given[1]);
+    const unsigned long tenant = PyLong_AsUnsignedLong(given[2]);
     if (PyErr_Occurred()) return NULL;
     return PyLong_FromLong(
         mc_keys_set(keys, (uint32_t)slot, (uint16_t)tenant, key.data, key.nbytes));

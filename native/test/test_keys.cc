@@ -141,7 +141,9 @@ void check_links() {
   for (int step = 0; step < 2'000; step++) {
     std::vector<int64_t> some;
     for (uint32_t slot = 0; slot < kSlots; slot++) {
-      for (int times = dice() % 5 == 0; times > 0; times = dice() % 7 == 0) some.insert(some.begin() + dice() % (some.size() + 1), slot);
+      for (int times = dice() % 5 == 0; times > 0; times = dice() % 7 == 0) {
+        some.insert(some.begin() + dice() % (some.size() + 1), slot);
+      }
     }
     mc_links_move(next.data(), previous.data(), some.data(), some.size(), kHead);
     for (const int64_t slot : some) {

@@ -17,7 +17,8 @@ class Spread {
  public:
   Spread() = default;
   // The first `small` bytes are not worth huge pages. std::bad_alloc when there is none.
-  explicit Spread(uint64_t nbytes, uint64_t small = kHugeBytes) : nbytes_((nbytes + kHugeBytes - 1) / kHugeBytes * kHugeBytes) {
+  explicit Spread(uint64_t nbytes, uint64_t small = kHugeBytes)
+      : nbytes_((nbytes + kHugeBytes - 1) / kHugeBytes * kHugeBytes) {
     if (nbytes_ == 0) return;
     const uint64_t all = nbytes_ + kHugeBytes;
     void* const got = mmap(nullptr, all, PROT_READ | PROT_WRITE,

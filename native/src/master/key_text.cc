@@ -60,7 +60,9 @@ uint32_t KeyText::page_with_room(uint16_t units) {
   } else {
     if (number == kPagesMax) throw std::bad_alloc();
     free_.reserve(pages_.size() + 1);
-    if (number / kRegionPages == regions_.size()) regions_.emplace_back(kHugeBytes, regions_.empty() ? kHugeBytes : 0);
+    if (number / kRegionPages == regions_.size()) {
+      regions_.emplace_back(kHugeBytes, regions_.empty() ? kHugeBytes : 0);
+    }
     pages_.emplace_back();
   }
   Page& page = pages_[number];

@@ -23,7 +23,8 @@ class KeyText {
   };
 
   KeyText();
-  // The name of the record with this text of at most kTextMax bytes. std::bad_alloc, and then nothing has changed.
+  // The name of the record with this text of at most kTextMax bytes. std::bad_alloc, and then nothing
+  // has changed.
   uint32_t add(uint16_t tenant, const uint8_t* text, uint16_t nbytes);
   void drop(uint32_t name);
   const Record* at(uint32_t name) const {

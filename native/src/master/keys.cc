@@ -27,7 +27,8 @@ int32_t mc_keys_open(uint64_t capacity, mc_keys** out) try {
 
 void mc_keys_close(mc_keys* keys) { delete keys; }
 
-int32_t mc_keys_name_tenant(mc_keys* keys, uint16_t tenant, const uint8_t* name, uint64_t nbytes) try {
+int32_t mc_keys_name_tenant(mc_keys* keys, uint16_t tenant, const uint8_t* name,
+                            uint64_t nbytes) try {
   keys->table.name_tenant(tenant, {reinterpret_cast<const char*>(name), nbytes});
   return MC_OK;
 } catch (const std::bad_alloc&) {
@@ -88,7 +89,8 @@ int32_t mc_keys_text(mc_keys* keys, uint32_t slot, const uint8_t** out) {
 
 const uint32_t* mc_keys_names(mc_keys* keys) { return keys->table.names(); }
 
-void mc_links_move(uint32_t* next, uint32_t* previous, const int64_t* slots, uint64_t n, uint32_t head) {
+void mc_links_move(uint32_t* next, uint32_t* previous, const int64_t* slots, uint64_t n,
+                   uint32_t head) {
   for (uint64_t i = 0; i < n; i++) {
     __builtin_prefetch(next + slots[i], 1);
     __builtin_prefetch(previous + slots[i], 1);
